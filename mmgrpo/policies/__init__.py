@@ -1,0 +1,1 @@
+"""Models as policies: rollouts, replay and log-probs."""

@@ -1,0 +1,121 @@
+"""The policy protocol: what the optimizer needs from a model, and nothing more."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol, runtime_checkable
+
+import torch
+from torch import Tensor
+
+from ..core import Rollouts
+from ..sampling.keys import Keys
+
+
+@dataclass(frozen=True)
+class Payload:
+    """What a policy needs to replay its rollouts and a pipeline to show them. The optimizer never looks inside.
+
+    Args:
+        tensors: name -> [B,...], row-aligned with the Rollouts. The decoded sample lies under the policy's own name
+            (documented by the policy), e.g. `sample`.
+        items: B prompt items, row-aligned; JSON values.
+        common: JSON values that all rows share (a window, a timetable).
+    """
+
+    tensors: dict[str, Tensor]
+    items: list[Any]
+    common: dict[str, Any]
+
+    def __len__(self) -> int:
+        return len(self.items)
+
+    def select(self, rows: Tensor | Sequence[int]) -> Payload:
+        """The given rows (long indices), in the given order."""
+        index = torch.as_tensor(rows, dtype=torch.long)
+        tensors = {k: v[index.to(v.device)] for k, v in self.tensors.items()}
+        return Payload(tensors, [self.items[i] for i in index.tolist()], self.common)
+
+    def to(self, device: torch.device | str) -> Payload:
+        """The same payload on another device."""
+        return Payload({k: v.to(device) for k, v in self.tensors.items()}, self.items, self.common)
+
+
+def concat_payloads(payloads: Sequence[Payload]) -> Payload:
+    """Stack payloads of the same policy and step row-wise. Ragged trailing dimensions are zero-padded."""
+    first = payloads[0]
+    if any(p.common != first.common for p in payloads[1:]):
+        raise ValueError("payloads of different windows or timetables cannot be stacked")
+    tensors = {}
+    for name in first.tensors:
+        parts = [p.tensors[name] for p in payloads]
+        width = [max(sizes) for sizes in zip(*(p.shape[1:] for p in parts), strict=True)]
+        padded = []
+        for part in parts:
+            extra = [pad for n, w in zip(reversed(part.shape[1:]), reversed(width), strict=True) for pad in (0, w - n)]
+            padded.append(torch.nn.functional.pad(part, extra))
+        tensors[name] = torch.cat(padded)
+    return Payload(tensors, [i for p in payloads for i in p.items], first.common)
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """A block of decisions that is replayed in one forward: rows x cols of the [B,T] matrix."""
+
+    rows: Tensor  # [r] long
+    cols: Tensor  # [c] long
+
+
+@runtime_checkable
+class Policy(Protocol):
+    """A model that makes decisions with log-probs.
+
+    `forwards` counts real model evaluations, one per batch row (a guided step counts two): the trainer reports it.
+    `channel_names` lists what `replay` can return; `logp` is always among them.
+    """
+
+    forwards: int
+    channel_names: tuple[str, ...]
+
+    def rollout(self, items: Sequence[Any], keys: Keys) -> tuple[Rollouts, Payload]:
+        """Draw one rollout per item, without gradients. Row i depends on items[i] and the keys of row i alone
+        (and on what `keys` says is shared). The Rollouts carry logp, mask and group = keys.group; no scores."""
+        ...
+
+    def infer(self, items: Sequence[Any], keys: Keys) -> Payload:
+        """Draw samples the way the model is used after training (deterministic sampler, greedy or plain sampling)."""
+        ...
+
+    def chunks(self, payload: Payload, limit: int) -> list[Chunk]:
+        """Blocks of at most `limit` rows that cover every decision once."""
+        ...
+
+    def replay(self, payload: Payload, chunk: Chunk, channels: Sequence[str]) -> dict[str, Tensor]:
+        """The named channels at the chunk's decisions, [r,c] each, with the graph attached."""
+        ...
+
+    def reference(self) -> AbstractContextManager[None]:
+        """Inside, replay answers for the frozen reference policy."""
+        ...
+
+    def parameters(self) -> Iterable[torch.nn.Parameter]:
+        """The trainable parameters, always in the same order."""
+        ...
+
+    def modules(self) -> dict[str, torch.nn.Module]:
+        """The trained modules by name: what the trainer prepares for its engine and puts in train or eval mode."""
+        ...
+
+    def save(self, folder: Path) -> None:
+        """Write the trained weights (safetensors) and what is needed to load them."""
+        ...
+
+    def load(self, folder: Path) -> None:
+        """Read what `save` wrote. Raises a plain error when a file is missing or does not fit."""
+        ...
+
+
+Decode = Callable[[Payload], list[Any]]

@@ -1,0 +1,1 @@
+"""Who is rolled out, how often, under which noise."""

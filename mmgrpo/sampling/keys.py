@@ -1,0 +1,123 @@
+"""Keyed randomness: every random number is a pure function of what it is for.
+
+A generator that is shared and advanced in order would tie a rollout's noise to the batch layout, to the other
+rollouts and to the number of ranks. Here noise is a hash of (run seed, step, group, rollout, event, stream), filled
+row by row, so any layout, order, rank or resume gives the same numbers. Source: ours; event-keyed schedules as in
+method 03 (paired rollouts).
+"""
+
+from __future__ import annotations
+
+import math
+import zlib
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+_GOLDEN = -7046029254386353131  # 0x9E3779B97F4A7C15 as a signed 64-bit integer
+_MIX1 = -4658895280553007687  # 0xBF58476D1CE4E5B9
+_MIX2 = -7723592293110705685  # 0x94D049BB133111EB
+
+
+def _shift(x: Tensor, n: int) -> Tensor:
+    """Logical right shift of int64."""
+    return (x >> n) & ((1 << (64 - n)) - 1)
+
+
+def _mix(x: Tensor) -> Tensor:
+    """The splitmix64 finaliser (Steele, Lea, Flood 2014), in wrapping int64 arithmetic."""
+    x = x + _GOLDEN
+    x = (x ^ _shift(x, 30)) * _MIX1
+    x = (x ^ _shift(x, 27)) * _MIX2
+    return x ^ _shift(x, 31)
+
+
+def _fold(key: Tensor, value: Tensor | int) -> Tensor:
+    return _mix(key ^ _mix(torch.as_tensor(value, dtype=torch.long, device=key.device)))
+
+
+def stream_id(name: str) -> int:
+    """A stable number for a stream's name (CRC-32)."""
+    return zlib.crc32(name.encode())
+
+
+@dataclass(frozen=True)
+class Keys:
+    """What the randomness of B rollouts is keyed by.
+
+    Args:
+        seed: the run's seed.
+        step: the optimisation step.
+        group: [B] long.
+        rollout: [B] long, the index of a rollout inside its group.
+    """
+
+    seed: int
+    step: int
+    group: Tensor
+    rollout: Tensor
+
+    def __len__(self) -> int:
+        return len(self.group)
+
+    def select(self, rows: Tensor | Sequence[int]) -> Keys:
+        """The keys of some rows."""
+        rows = torch.as_tensor(rows)
+        return replace(self, group=self.group[rows], rollout=self.rollout[rows])
+
+    def per_rollout(self, stream: str, event: int = 0) -> Tensor:
+        """[B] long: keys that differ between all rollouts."""
+        return _fold(self.per_group(stream, event), self.rollout)
+
+    def per_group(self, stream: str, event: int = 0) -> Tensor:
+        """[B] long: keys that the rollouts of a group share (paired noise, common starts)."""
+        base = torch.full_like(self.group, self.per_step(stream, event))
+        return _fold(base, self.group)
+
+    def per_step(self, stream: str, event: int = 0) -> int:
+        """One key that all rollouts of the optimisation step share (windows)."""
+        key = torch.tensor(self.seed, dtype=torch.long)
+        for value in (self.step, stream_id(stream), event):
+            key = _fold(key, value)
+        return int(key)
+
+
+def make_keys(seed: int, step: int, groups: int, rollouts: int, first_group: int = 0) -> Keys:
+    """Keys of `groups` x `rollouts` rows, group-major; group labels count from `first_group`."""
+    group = torch.arange(first_group, first_group + groups).repeat_interleave(rollouts)
+    return Keys(seed, step, group, torch.arange(rollouts).repeat(groups))
+
+
+def bits(keys: Tensor, shape: Sequence[int] = ()) -> Tensor:
+    """[B,*shape] int64 hash words; entry j of a row depends on the row's key and j alone."""
+    n = math.prod(shape)
+    counter = torch.arange(n, dtype=torch.long, device=keys.device)
+    return _mix(_mix(keys)[:, None] + counter * _GOLDEN).reshape(len(keys), *shape)
+
+
+def uniform(keys: Tensor, shape: Sequence[int] = ()) -> Tensor:
+    """[B,*shape] float64 in the open interval (0, 1), 53 bits."""
+    return (_shift(bits(keys, shape), 11).double() + 0.5) * 2.0**-53
+
+
+def normal(keys: Tensor, shape: Sequence[int] = (), dtype: torch.dtype = torch.float32) -> Tensor:
+    """[B,*shape] standard normals by Box-Muller in float64, rounded to `dtype`."""
+    radius = torch.sqrt(-2.0 * torch.log(uniform(keys, shape)))
+    angle = 2.0 * math.pi * uniform(_fold(keys, 1), shape)
+    return (radius * torch.cos(angle)).to(dtype)
+
+
+def integers(key: int, high: int, size: int = 1, *, replacement: bool = False) -> list[int]:
+    """`size` numbers in [0, high) from one key; without replacement by default, in drawn order.
+
+    Raises:
+        ValueError: if more distinct numbers are asked for than there are.
+    """
+    if not replacement and size > high:
+        raise ValueError(f"cannot draw {size} distinct numbers below {high}")
+    word = torch.tensor([key], dtype=torch.long)
+    if replacement:
+        return [int(u * high) for u in uniform(word, (size,))[0]]
+    return uniform(word, (high,))[0].argsort()[:size].tolist()
