@@ -1,0 +1,1 @@
+"""Exact little worlds for the tests: policies small enough that every expectation is a finite sum."""
