@@ -37,13 +37,15 @@ class Rollouts:
     logp: Tensor
     mask: Tensor
     group: Tensor
-    scores: Mapping[str, Tensor] = field(default_factory=dict)
-    keys: Mapping[str, Tensor] = field(default_factory=dict)
-    channels: Mapping[str, Tensor] = field(default_factory=dict)
+    scores: dict[str, Tensor] = field(default_factory=dict)
+    keys: dict[str, Tensor] = field(default_factory=dict)
+    channels: dict[str, Tensor] = field(default_factory=dict)
     weight: Tensor | None = None
     valid: Tensor | None = None
 
     def __post_init__(self) -> None:
+        for name in ("scores", "keys", "channels"):
+            object.__setattr__(self, name, dict(getattr(self, name)))
         if self.logp.dim() != 2:
             raise RolloutError(f"logp must be [B,T], got shape {tuple(self.logp.shape)}")
         B, T = self.logp.shape
@@ -60,7 +62,7 @@ class Rollouts:
             _check(f"channels[{name!r}]", value, [(B, T)])
         if self.weight is not None:
             _check("weight", self.weight, [(B,)])
-            if not bool((self.weight >= 0).all()):
+            if not bool(((self.weight >= 0) & torch.isfinite(self.weight)).all()):
                 raise RolloutError("weight must be non-negative and finite in every row")
         if self.valid is not None:
             _check("valid", self.valid, [(B,)], torch.bool)
@@ -116,6 +118,8 @@ class Rollouts:
     def select(self, rows: Tensor | Sequence[int]) -> Rollouts:
         """The given rows, in the given order. `rows`: long indices or a [B] bool mask."""
         rows = torch.as_tensor(rows, device=self.group.device)
+        if rows.dtype != torch.bool:
+            rows = rows.long()  # an empty list makes a float tensor
         return self._map(lambda x: x[rows])
 
     def to(self, device: torch.device | str) -> Rollouts:
