@@ -15,6 +15,13 @@ from ..core import Rollouts
 from ..sampling.keys import Keys
 
 
+class PolicyError(ValueError):
+    """A policy cannot be loaded, was given something it cannot use, or breaks a promise of the protocol.
+
+    The message names the value and the cure.
+    """
+
+
 @dataclass(frozen=True)
 class Payload:
     """What a policy needs to replay its rollouts and a pipeline to show them. The optimizer never looks inside.
