@@ -54,8 +54,8 @@ class PPO:
 
     def __str__(self) -> str:
         rho = "rho" if self.delta is None else f"min(rho, {self.delta:g})"
-        text = f"-min({rho} A, clip(rho, 1 - {self.low}, 1 + {self.high}) A)"
-        return text if self.dual is None else f"{text}, at most {self.dual:g} |A| for A < 0"
+        formula = f"-min({rho} A, clip(rho, 1 - {self.low}, 1 + {self.high}) A)"
+        return formula if self.dual is None else f"{formula}, at most {self.dual:g} |A| for A < 0"
 
 
 @dataclass(frozen=True)

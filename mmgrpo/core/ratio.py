@@ -75,8 +75,8 @@ class Ratio:
 
     def __str__(self) -> str:
         own = "log pi - log pi_old"
-        text = own if self.unit == "decision" else f"{self.reduce} of ({own}) over the {self.unit}"
-        return f"log rho = {text}" + (", gradient of each decision" if self.gradient == "decision" else "")
+        formula = own if self.unit == "decision" else f"{self.reduce} of ({own}) over the {self.unit}"
+        return f"log rho = {formula}" + (", gradient of each decision" if self.gradient == "decision" else "")
 
 
 @dataclass(frozen=True)

@@ -83,7 +83,7 @@ class Whiten:
 
 @dataclass(frozen=True)
 class Limit:
-    """A <- clip(A, -limit, limit). Source: the habit of flow policies (5 in Flow-GRPO, 1 in AWM)."""
+    """A <- clip(A, -limit, limit). Source: the habit where rewards are continuous (5 in Flow-GRPO, 1 in AWM)."""
 
     limit: float = 5.0
 
