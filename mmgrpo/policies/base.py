@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ..core import Rollouts
-from ..sampling.keys import Keys
+from ..sampling.keys import Keys, make_keys
 
 
 class PolicyError(ValueError):
@@ -126,3 +126,46 @@ class Policy(Protocol):
 
 
 Decode = Callable[[Payload], list[Any]]
+
+
+def check_policy(
+    policy: Policy,
+    items: Sequence[Any],
+    *,
+    seed: int = 0,
+    limits: Sequence[int] = (1, 3, 64),
+    tolerance: float | None = None,
+) -> dict[str, float]:
+    """Check every promise that the trainer relies on, on rollouts of a few items; the weights end as they were.
+
+    Args:
+        policy: a fresh policy: one that still equals its reference.
+        items: at least two different prompt items; each is rolled out twice.
+        seed: of the noise.
+        limits: chunk sizes to compare.
+        tolerance: largest deviation of a log-prob that counts as rounding; default by the parameters' dtype.
+
+    Returns:
+        Promise -> the largest deviation (or count) measured; see `mmgrpo.policies.conformance` for each.
+
+    Raises:
+        PolicyError: names the first broken promise, the value seen and the cure.
+    """
+    from . import conformance  # it imports this module
+
+    if len(items) < 2:
+        raise PolicyError(f"check_policy needs at least 2 different items, got {len(items)}")
+    if tolerance is None:
+        dtype = next((p.dtype for p in policy.parameters()), torch.float32)
+        tolerance = conformance.TOLERANCE[dtype]
+    rows = [item for item in items for _ in range(2)]
+    trial = conformance.Trial(policy, rows, make_keys(seed, 0, len(items), 2), limits, tolerance)
+    report = {}
+    try:
+        for promise in conformance.PROMISES:
+            report[promise.__name__] = promise(trial)
+    except PolicyError as error:
+        raise PolicyError(f"{type(policy).__name__} breaks the promise {promise.__name__!r}: {error}") from error
+    finally:
+        trial.restore()
+    return report
