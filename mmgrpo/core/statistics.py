@@ -62,7 +62,7 @@ class Groups:
             rows = ((self.index == g) & self.used).nonzero()[:, 0]
             difference = x[rows, None] - x[None, rows]
             score = (difference > tie).sum(1) - (difference < -tie).sum(1)
-            out[rows] = score / max(len(rows) - 1, 1)
+            out[rows] = score.double() / max(len(rows) - 1, 1)
         return out
 
 
