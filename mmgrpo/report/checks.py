@@ -1,0 +1,194 @@
+"""Before and after in numbers, and the verdict: did the run learn, or did it only please its reward?"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from dataclasses import dataclass
+
+from .data import Run, column, finite, judges, reward_weights
+
+RULE = (
+    "A number counts as risen or fallen only when it moved by more than its margin: two standard errors of the paired "
+    "before/after differences of the saved samples where at least eight pairs carry that score, otherwise 2 % of the "
+    "first value. The gain holds when held-out reward and every unseen judge rose and no distance to real data grew."
+)
+MIN_PAIRS = 8
+RELATIVE_MARGIN = 0.02
+MEDIA = {"image": "images", "video": "videos", "audio": "recordings", "text": "texts"}
+
+
+@dataclass(frozen=True)
+class Change:
+    """One evaluated number before and after training. `key` is its name in the evaluation lines; `move` is `rose`,
+    `fell`, `unchanged` or `unknown`; `margin` is how far it must move to count."""
+
+    key: str
+    label: str
+    before: float | None
+    after: float | None
+    lower_is_better: bool
+    move: str
+    margin: float | None
+
+    @property
+    def good(self) -> bool | None:
+        """True and False for a change to the better and to the worse, None for neither."""
+        if self.move not in ("rose", "fell"):
+            return None
+        return (self.move == "fell") == self.lower_is_better
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """`level` is `good`, `warn`, `bad` or `unknown`; the three checks may each hold several numbers or none."""
+
+    level: str
+    sentence: str
+    reward: Change
+    heldout: Change
+    judges: list[Change]
+    distances: list[Change]
+
+
+def steps_compared(run: Run) -> tuple[float, float] | None:
+    """The steps of the first and the last evaluation, None where there are not two."""
+    return (run.evals[0]["step"], run.evals[-1]["step"]) if len(run.evals) > 1 else None
+
+
+def guard_label(run: Run, name: str) -> str:
+    """A guard's name for people: `distance_to_real` becomes `Distance to real images` (or what the run makes)."""
+    label = name.replace("_", " ")
+    if name == "distance_to_real":
+        kinds = {sample.media for splits in run.samples.values() for samples in splits.values() for sample in samples}
+        label += f" {MEDIA.get(kinds.pop(), 'samples')}" if len(kinds) == 1 else " samples"
+    return label[:1].upper() + label[1:]
+
+
+def is_distance(key: str) -> bool:
+    """Whether a guard is a distance, of which less is better."""
+    return key.startswith("guard/") and "distance" in key
+
+
+def changes(run: Run) -> list[Change]:
+    """Every number of the evaluations, before and after, in the order of the file."""
+    keys = list(dict.fromkeys(key for line in run.evals for key in line if "/" in key))
+    return [_change(run, key, _label(run, key)) for key in keys if not key.startswith("seconds/")]
+
+
+def judge_run(run: Run) -> Verdict:
+    """The verdict on a run by `RULE`."""
+    reward = _change(run, "train/reward", "reward, training prompts")
+    heldout = _change(run, "heldout/reward", "reward, held-out prompts")
+    seen = dict.fromkeys(key for line in run.evals for key in line)
+    judged = [_change(run, f"heldout/{name}", f"{name}, held-out prompts") for name in judges(run)]
+    if not judged and _from_summary(run, "judge") != (None, None):
+        judged = [_change(run, "judge", "Unseen judge")]
+    distances = [_change(run, key, guard_label(run, key.removeprefix("guard/"))) for key in seen if is_distance(key)]
+    if not distances and _from_summary(run, "guard/distance_to_real") != (None, None):
+        distances = [_change(run, "guard/distance_to_real", guard_label(run, "distance_to_real"))]
+    level, sentence = _verdict(reward, heldout, judged, distances)
+    return Verdict(level, sentence, reward, heldout, judged, distances)
+
+
+def _verdict(reward: Change, heldout: Change, judged: list[Change], distances: list[Change]) -> tuple[str, str]:
+    if heldout.move == "unknown":
+        return "unknown", "No verdict: there are not two evaluations of the held-out reward to compare."
+    if heldout.move != "rose":
+        if heldout.move == "fell":
+            return "bad", "No gain: the held-out reward fell."
+        if reward.move == "rose":
+            return "warn", "Only the training prompts gained: the held-out reward did not rise."
+        return "warn", "No gain: the held-out reward did not move by more than its margin."
+    against = [
+        f"the unseen judge ({change.key.removeprefix('heldout/')}) fell" for change in judged if change.move == "fell"
+    ]
+    against += [
+        f"the {change.label[0].lower()}{change.label[1:]} grew" for change in distances if change.move == "rose"
+    ]
+    if against:
+        return "bad", f"Reward hacking suspected: the held-out reward rose, but {' and '.join(against)}."
+    unchecked = ["an unseen judge"] * (not judged) + ["the distance to real data"] * (not distances)
+    unchecked += [change.label for change in judged + distances if change.move == "unknown"]
+    if unchecked:
+        return "warn", f"The held-out reward rose; not checked: {', '.join(unchecked)}."
+    flat = [change.key.removeprefix("heldout/") for change in judged if change.move != "rose"]
+    if flat:
+        return (
+            "warn",
+            f"Over-optimisation possible: the held-out reward rose, the unseen judge ({', '.join(flat)}) did not.",
+        )
+    return "good", "The gain holds: held-out reward and unseen judge rose, and the distance to real data did not grow."
+
+
+def _change(run: Run, key: str, label: str) -> Change:
+    before, after = _before_after(run, key)
+    margin = None if before is None else paired_margin(run, key)
+    if before is not None and margin is None:
+        margin = RELATIVE_MARGIN * abs(before)
+    if before is None or after is None or margin is None:
+        move = "unknown"
+    elif abs(after - before) <= margin:
+        move = "unchanged"
+    else:
+        move = "rose" if after > before else "fell"
+    return Change(key, label, before, after, is_distance(key), move, margin)
+
+
+def _before_after(run: Run, key: str) -> tuple[float | None, float | None]:
+    """First and last evaluation; summary.json, which may be of an earlier end, only where there are not two."""
+    if len(run.evals) > 1:
+        return finite(run.evals[0].get(key)), finite(run.evals[-1].get(key))
+    return _from_summary(run, key)
+
+
+def _from_summary(run: Run, key: str) -> tuple[float | None, float | None]:
+    rewards = run.summary.get("reward")
+    places = {
+        "train/reward": rewards.get("train") if isinstance(rewards, dict) else None,
+        "heldout/reward": rewards.get("heldout") if isinstance(rewards, dict) else None,
+        "judge": rewards.get("judge") if isinstance(rewards, dict) else None,
+        "guard/distance_to_real": run.summary.get("distance_to_real"),
+    }
+    found = places.get(key)
+    return (finite(found.get("before")), finite(found.get("after"))) if isinstance(found, dict) else (None, None)
+
+
+def paired_margin(run: Run, key: str) -> float | None:
+    """Two standard errors of the mean paired difference over the saved samples, None with fewer than eight pairs."""
+    split, _, name = key.partition("/")
+    if len(run.samples) < 2:
+        return None
+    first, last = run.samples[min(run.samples)].get(split, []), run.samples[max(run.samples)].get(split, [])
+    weights = reward_weights(run)
+    differences = []
+    for a, b in zip(first, last, strict=False):
+        before, after = total_score(a.scores, name, weights), total_score(b.scores, name, weights)
+        if a.caption == b.caption and before is not None and after is not None:
+            differences.append(after - before)
+    if len(differences) < MIN_PAIRS:
+        return None
+    return 2 * statistics.stdev(differences) / math.sqrt(len(differences))
+
+
+def total_score(scores: dict[str, float | None], name: str, weights: dict[str, float]) -> float | None:
+    """A sample's score by name; `reward` is the weighted sum of the trained rewards where it is not saved itself."""
+    if name in scores or name != "reward":
+        return scores.get(name)
+    parts = [(weight, scores.get(part)) for part, weight in weights.items()]
+    if not parts or any(score is None for _, score in parts):
+        return None
+    return sum(weight * score for weight, score in parts if score is not None)
+
+
+def _label(run: Run, key: str) -> str:
+    split, _, name = key.partition("/")
+    if split == "guard":
+        return guard_label(run, name)
+    where = {"train": "training prompts", "heldout": "held-out prompts"}.get(split)
+    return f"{name}, {where}" if where else key
+
+
+def values(run: Run, key: str) -> list[float]:
+    """The finite values of one metric over the training steps."""
+    return [value for _, value in column(run.train, key) if value is not None]

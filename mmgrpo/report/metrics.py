@@ -1,0 +1,114 @@
+"""Which metrics become which charts."""
+
+from __future__ import annotations
+
+from .checks import guard_label, is_distance
+from .curves import Series, line_chart, stacked_chart
+from .data import Run, column, finite, judges
+from .markup import Html
+
+# title, metric, hint, y axis from zero. `metric` stands for `metric/…` (one value per kind or part) as well.
+TRAINING_CHARTS = (
+    ("KL to the reference", "kl", "how far the policy moved", True),
+    ("Clip share", "clip_share", "share of decisions at the clip bounds", True),
+    ("Silent share", "silent_share", "share of groups without a signal", True),
+    ("Gradient norm", "grad_norm", "before clipping", True),
+    ("Learning rate", "lr", "", True),
+)
+SPLITS = (("train", "training prompts", 1), ("heldout", "held-out prompts", 2))
+
+
+def main_charts(run: Run) -> tuple[list[Html], set[str]]:
+    """The charts every report shows, and the metrics used in them."""
+    used = {"step", "kind"}
+    charts = [_reward(run, used), *_parts(run, used), *_guards(run, used)]
+    for title, metric, hint, zero in TRAINING_CHARTS:
+        keys = _family(run, metric)
+        used.update(keys)
+        series = [Series(key.removeprefix(f"{metric}/"), column(run.train, key)) for key in keys]
+        charts.append(line_chart(title, series, hint=hint, from_zero=zero))
+    charts.append(_seconds(run, used))
+    return charts, used
+
+
+def more_charts(run: Run, used: set[str]) -> list[Html]:
+    """One chart for every other numeric metric; metrics that share the part before the slash share a chart."""
+    groups: dict[str, list[Series]] = {}
+    for lines, marked in ((run.train, False), (run.evals, True)):
+        for key in dict.fromkeys(key for line in lines for key in line):
+            if key in used or not any(finite(line.get(key)) is not None for line in lines):
+                continue
+            prefix, _, rest = key.partition("/")
+            groups.setdefault(prefix, []).append(Series(rest or key, column(lines, key), marked))
+    charts = []
+    for prefix, series in sorted(groups.items()):
+        for start in range(0, len(series), 6):  # more lines than six cannot be told apart
+            charts.append(line_chart(prefix.replace("_", " "), series[start : start + 6]))
+    return charts
+
+
+def cost_seconds(run: Run) -> dict[str, float]:
+    """Seconds by phase over the whole run; from summary.json where the metrics hold none."""
+    total: dict[str, float] = {}
+    for line in [*run.train, *run.evals]:
+        for name in phases(list(line)):
+            total[name] = total.get(name, 0.0) + (finite(line[f"seconds/{name}"]) or 0.0)
+    summary = run.summary.get("seconds")
+    if not total and isinstance(summary, dict):
+        total = {str(name): value for name, entry in summary.items() if (value := finite(entry)) is not None}
+        total.pop("total", None)
+    return total
+
+
+def phases(keys: list[str]) -> list[str]:
+    """The phases among metric names: `seconds/NAME`, sums left out."""
+    names = [key.removeprefix("seconds/") for key in keys if key.startswith("seconds/")]
+    return [name for name in dict.fromkeys(names) if name not in ("total", "step")]
+
+
+def _reward(run: Run, used: set[str]) -> Html:
+    used.update(("reward", "train/reward", "heldout/reward"))
+    series = [Series("training rollouts", column(run.train, "reward"))]
+    series += [Series(label, column(run.evals, f"{split}/reward"), True, colour) for split, label, colour in SPLITS]
+    return line_chart("Reward", series, hint="higher is better")
+
+
+def _parts(run: Run, used: set[str]) -> list[Html]:
+    """One chart per evaluated reward: the judges first, then the parts of a reward that has several."""
+    judged = judges(run)
+    names = [key.split("/", 1)[1] for line in run.evals for key in line if key.startswith(("train/", "heldout/"))]
+    found = [name for name in dict.fromkeys(names) if name != "reward"]
+    parts = [name for name in found if name not in judged]
+    charts = []
+    for name in [*judged, *(parts if len(parts) > 1 else [])]:
+        series = [Series(label, column(run.evals, f"{split}/{name}"), True, colour) for split, label, colour in SPLITS]
+        hint = "an unseen judge; higher is better" if name in judged else "part of the reward; higher is better"
+        charts.append(line_chart(name, series, hint=hint))
+        used.update((f"train/{name}", f"heldout/{name}", f"reward/{name}"))
+    if len(parts) == 1:  # a single reward is the total over again
+        used.update((f"train/{parts[0]}", f"heldout/{parts[0]}", f"reward/{parts[0]}"))
+    return charts
+
+
+def _guards(run: Run, used: set[str]) -> list[Html]:
+    keys = [key for key in dict.fromkeys(key for line in run.evals for key in line) if key.startswith("guard/")]
+    charts = []
+    for key in keys:
+        used.add(key)
+        series = [Series(guard_label(run, key.removeprefix("guard/")), column(run.evals, key), True)]
+        hint = "lower is better; must not grow" if is_distance(key) else "a number outside the reward"
+        charts.append(line_chart(series[0].name, series, hint=hint))
+    return charts
+
+
+def _seconds(run: Run, used: set[str]) -> Html:
+    names = phases([key for line in run.train for key in line])
+    used.update(f"seconds/{name}" for name in [*names, "total", "step"])
+    used.update(key for line in run.evals for key in line if key.startswith("seconds/"))
+    rows = [(line["step"], [finite(line.get(f"seconds/{name}")) or 0.0 for name in names]) for line in run.train]
+    return stacked_chart("Seconds per step", names, rows, "stacked by phase; the legend shows means")
+
+
+def _family(run: Run, metric: str) -> list[str]:
+    keys = dict.fromkeys(key for line in run.train for key in line)
+    return [key for key in keys if key == metric or key.startswith(f"{metric}/")]
