@@ -307,15 +307,15 @@ def log_prob(step: Step, x: Tensor, mean: Tensor, reduction: Reduction = "mean",
     reduction: `sum` is the density itself; `mean` divides it by D (the field's habit: ratios stay within about
     1 +- 1e-4 and clip ranges have that size); `sqrt` divides by sqrt(D), which keeps the spread of the log-ratio
     independent of D, so that clip ranges of the usual size (0.2) act.
-    free: bool, broadcastable to x: elements that were drawn. Conditioned elements are left out of the sum and of D.
+    free: bool, broadcastable to x: elements that were drawn. Conditioned elements are left out of the sum and of D; a
+        row without a free element gets 0.
 
     Raises:
         PolicyError: the step is deterministic.
     """
-    _stochastic(step)
-    error = (wide(x) - mean) / step.std
-    each = -0.5 * error**2 - (math.log(step.std) + 0.5 * math.log(2 * math.pi))
-    return _reduce(each, reduction, free)
+    half, size = _half_square(step, wide(x) - mean, free)
+    constant = math.log(step.std) + 0.5 * math.log(2 * math.pi)
+    return _reduce(-half - constant * size, size, reduction)
 
 
 def kl(step: Step, mean: Tensor, other: Tensor, reduction: Reduction = "mean", free: Tensor | None = None) -> Tensor:
@@ -326,23 +326,25 @@ def kl(step: Step, mean: Tensor, other: Tensor, reduction: Reduction = "mean", f
     Raises:
         PolicyError: the step is deterministic.
     """
-    _stochastic(step)
-    return _reduce(((mean - other) / step.std) ** 2 / 2, reduction, free)
+    return _reduce(*_half_square(step, mean - other, free), reduction)
 
 
-def _stochastic(step: Step) -> None:
+def _half_square(step: Step, difference: Tensor, free: Tensor | None) -> tuple[Tensor, Tensor]:
+    """(|difference|^2 / (2 s^2), D) of the free elements, [B] each."""
     if step.std == 0:
         raise PolicyError(f"step {step.index} is deterministic: it has no log-prob")
-
-
-def _reduce(each: Tensor, reduction: Reduction, free: Tensor | None) -> Tensor:
-    if free is not None:
-        free = free.expand_as(each).flatten(1)
-        total = torch.where(free, each.flatten(1), 0.0).sum(1)
-        size = free.sum(1).to(each.dtype)
+    scaled = difference / step.std
+    if free is None:
+        size = torch.full_like(scaled.flatten(1)[:, 0], scaled[0].numel())
     else:
-        total = each.flatten(1).sum(1)
-        size = torch.full_like(total, each[0].numel())
+        free = free.expand_as(scaled)
+        scaled = torch.where(free, scaled, 0.0)  # before squaring: a NaN outside must not reach the gradient
+        size = free.flatten(1).sum(1).to(scaled.dtype)
+    return (scaled**2).flatten(1).sum(1) / 2, size
+
+
+def _reduce(total: Tensor, size: Tensor, reduction: Reduction) -> Tensor:
     if reduction == "sum":
         return total
+    size = size.clamp(min=1)
     return total / (size.sqrt() if reduction == "sqrt" else size)
