@@ -39,6 +39,12 @@ class Section(BaseModel):
 
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True, allow_inf_nan=False)
 
+    def changed(self) -> set[str]:
+        """Keys whose value is not their default. A check for options that nothing reads looks at these, not at the
+        keys that were given: a config written out in full gives every key."""
+        fields = type(self).model_fields.items()
+        return {name for name, f in fields if getattr(self, name) != f.get_default(call_default_factory=True)}
+
 
 class PipelineSection(Section):
     """Which pipeline makes the prompts and the samples. Its own options stand beside `name`."""
@@ -186,9 +192,8 @@ class RunConfig(Section):
     policy: dict[str, Any] = Field(default_factory=dict, description="How the model samples: the pipeline's options.")
     rewards: RewardSpecs = Field(min_length=1, description="What is trained for: the weighted sum of these.")
     method: dict[str, Any] = Field(
-        default_factory=lambda: {"recipe": "grpo"},
         description="`recipe`: a name of `mmgrpo list recipes`; beside it any slot to replace, such as "
-        "clip: {low: 0.2, high: 0.28}. A slot set to null is the recipe's own.",
+        "clip: {low: 0.2, high: 0.28}. A slot set to null is empty.",
     )
     sampling: SamplingSection = Field(default_factory=SamplingSection, description="The size of a batch.")
     optimizer: OptimizerSection = Field(default_factory=OptimizerSection, description="AdamW.")
@@ -221,13 +226,12 @@ def _unread(config: RunConfig) -> list[str]:
     """Options that differ from their default although nothing reads them."""
     problems = []
     if config.evaluation.every == 0 and not config.evaluation.final:
-        for name in ("rewards", "prompts"):
-            if getattr(config.evaluation, name) != getattr(EvaluationSection(), name):
-                problems.append(
-                    f"evaluation.{name}: nothing reads it, because evaluation.every is 0 and evaluation.final is "
-                    "false; set one of them, or remove it"
-                )
-    if config.checkpoint.every == 0 and config.checkpoint.keep != CheckpointSection().keep:
+        for name in sorted(config.evaluation.changed() - {"every", "final"}):
+            problems.append(
+                f"evaluation.{name}: nothing reads it, because evaluation.every is 0 and evaluation.final is "
+                "false; set one of them, or remove it"
+            )
+    if config.checkpoint.every == 0 and "keep" in config.checkpoint.changed():
         problems.append("checkpoint.keep: nothing reads it, because checkpoint.every is 0; set that, or remove it")
     return problems
 
@@ -278,8 +282,12 @@ def resolve_method(config: RunConfig) -> Algorithm:
     """
     from .core import recipe
 
-    slots = {name: value for name, value in config.method.items() if value is not None}
-    name = slots.pop("recipe", "grpo")
+    slots = dict(config.method)
+    if "name" in slots:
+        raise ConfigError("method.name: unknown key; did you mean method.recipe?")
+    name = slots.pop("recipe", None)
+    if name is None:
+        raise ConfigError("method.recipe: missing; name one of `mmgrpo list recipes`")
     if not isinstance(name, str):
         raise ConfigError(f"method.recipe: {name!r} is not a name; see `mmgrpo list recipes`")
     try:

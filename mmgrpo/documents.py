@@ -18,19 +18,21 @@ class ConfigError(UserError, ValueError):
 
 
 class _Loader(yaml.SafeLoader):
-    """SafeLoader with two changes: a repeated key is an error, and scalars follow YAML 1.2 (so `1e-4` is a number,
-    and `on`, `no` or `12:30` are text)."""
+    """SafeLoader with three changes: a repeated key is an error, keys are text (`{0: 0.2}` is `{"0": 0.2}`), and
+    scalars follow YAML 1.2 (so `1e-4` is a number, and `on`, `no` or `12:30` are text)."""
 
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        seen: set[Any] = set()
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[str, Any]:
+        seen: set[str] = set()
         for key_node, _ in node.value:
-            key = self.construct_object(key_node, deep=True)
+            key = key_node.value
             where = f"line {key_node.start_mark.line + 1}"
             if not isinstance(key, str):
-                raise ConfigError(f"{where}: the key {key!r} is not a name; put it in quotes if it is meant as text")
+                raise ConfigError(f"{where}: a key must be a name, not a list or a mapping")
             if key in seen:
                 raise ConfigError(f"{where}: the key {key!r} is given twice; keep one of them")
             seen.add(key)
+            if key_node.tag != "tag:yaml.org,2002:merge":
+                key_node.tag = "tag:yaml.org,2002:str"
         return super().construct_mapping(node, deep)
 
 
@@ -66,7 +68,7 @@ def _plain(value: Any) -> Any:
         return [_plain(item) for item in value]
     if value is None or isinstance(value, (bool, int, float, str)):
         return value
-    raise ConfigError(f"a value of type {type(value).__name__}; use text, numbers, true/false, lists and mappings")
+    raise ValueError(f"a value of type {type(value).__name__}; use text, numbers, true/false, lists and mappings")
 
 
 def parse(text: str, source: str) -> Any:

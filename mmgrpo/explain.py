@@ -52,7 +52,10 @@ def explain(error: ValidationError, model: type[BaseModel], data: Any, prefix: s
             lines = [f"{where}: {show(value)} {_rule(item, value)}" if where else f"{show(value)} {_rule(item, value)}"]
         for line in lines:
             problems.setdefault(where, []).append(line)
-    return [line for lines in problems.values() for line in _joined(lines)]
+    # A misspelt required key would count twice: as unknown and as missing.
+    meant = {line.rpartition("did you mean ")[2].rstrip("?") for lines in problems.values() for line in lines}
+    lines = [line for lines in problems.values() for line in _joined(lines)]
+    return [line for line in lines if line.partition(": missing")[0] not in meant or ": missing" not in line]
 
 
 def _joined(lines: list[str]) -> list[str]:
