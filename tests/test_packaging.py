@@ -22,7 +22,7 @@ pytestmark = pytest.mark.packaging
 
 ROOT = Path(__file__).resolve().parent.parent
 # Where a folder of the source tree is found in the wheel.
-FOLDERS = {"mmgrpo": "mmgrpo", "pipelines": "mmgrpo/pipelines", "rewards": "mmgrpo/rewards", "configs": "mmgrpo/configs"}
+FOLDERS = {"mmgrpo": "mmgrpo", **{name: f"mmgrpo/{name}" for name in ("pipelines", "rewards", "configs")}}
 DATA = {".yaml", ".safetensors", ".npz", ".json", ".jsonl", ".html", ".css", ".js", ".txt", ".typed"}
 NAMES = ["mmgrpo", "mmgrpo.pipelines", "mmgrpo.rewards", "mmgrpo.configs"]
 
