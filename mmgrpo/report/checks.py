@@ -172,13 +172,11 @@ def paired_margin(run: Run, key: str) -> float | None:
 
 
 def total_score(scores: dict[str, float | None], name: str, weights: dict[str, float]) -> float | None:
-    """A sample's score by name; `reward` is the weighted sum of the trained rewards where it is not saved itself."""
-    if name in scores or name != "reward":
+    """A sample's score by name; `reward` is the weighted sum of the trained rewards that it has, as in training."""
+    if name != "reward" or name in scores:
         return scores.get(name)
-    parts = [(weight, scores.get(part)) for part, weight in weights.items()]
-    if not parts or any(score is None for _, score in parts):
-        return None
-    return sum(weight * score for weight, score in parts if score is not None)
+    parts = [weight * score for part, weight in weights.items() if (score := scores.get(part)) is not None]
+    return sum(parts) if parts else None
 
 
 def _label(run: Run, key: str) -> str:

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from ..errors import UserError
+from ..files import RunError
 from .checks import changes, is_distance, judge_run
-from .curves import Series, line_chart
+from .curves import LineKind, Series, line_chart
 from .data import Run, Sample, column, read_run, section
 from .gallery import Budget, caption, media
 from .markup import MISSING, Html, el, join, number, table
@@ -15,18 +15,25 @@ from .metrics import cost_seconds
 from .page import SIGNS, document, facts, flatten, write_page
 
 MAX_ITEMS = 12
-TRAINING = ("reward", "kl", "clip_share", "silent_share", "grad_norm", "lr", "rollouts_per_second")
+TRAINING: dict[str, LineKind] = {
+    "reward": "noisy",
+    "kl": "noisy",
+    "clip_share": "noisy",
+    "silent_share": "noisy",
+    "grad_norm": "noisy",
+    "lr": "plain",
+    "rollouts_per_second": "noisy",
+}
 
 
 def write_comparison(run_folders: Sequence[Path], out: Path) -> Path:
     """Write a page that compares runs to `out` (an .html file) and return its path.
 
     Raises:
-        UserError: fewer than two folders, or one that is not a run's folder.
-        OSError: the page cannot be written.
+        RunError: fewer than two folders, one that is not a run's folder, or a page that cannot be written.
     """
     if len(run_folders) < 2:
-        raise UserError(f"a comparison needs two runs or more, got {len(run_folders)}; for one run use its own report")
+        raise RunError(f"a comparison needs two runs or more, got {len(run_folders)}; for one run use its own report")
     runs = [read_run(folder) for folder in run_folders]
     names = _names(runs)
     sections = [
@@ -67,11 +74,11 @@ def _final_numbers(runs: list[Run], names: list[str]) -> Html:
         after = [by_key[key].after if key in by_key else None for by_key in found]
         known = [value for value in after if value is not None]
         less = is_distance(key)
-        best = (min if less else max)(known) if len(known) > 1 and (less or not key.startswith("guard/")) else None
+        best = (min if less else max)(known) if len(set(known)) > 1 and (less or not key.startswith("guard/")) else None
         cells = []
         for by_key, value in zip(found, after, strict=True):
             before = by_key[key].before if key in by_key else None
-            mark = "best" if value is not None and value == best else None
+            mark = "better" if value is not None and value == best else None
             cells.append(join(f"{number(before)} → ", el("span", number(value), class_=mark)))
         rows.append([label + (" (lower is better)" if less else ""), *cells])
     rows.append(["Last training step", *(f"{run.train[-1]['step']:g}" if run.train else MISSING for run in runs)])
@@ -98,10 +105,10 @@ def _curves(runs: list[Run], names: list[str]) -> Html:
     evaluated = dict.fromkeys(change.key for run in runs for change in changes(run))
     labels = {change.key: change.label for run in runs for change in changes(run)}
     for key in evaluated:
-        series = [Series(name, column(run.evals, key), True) for run, name in zip(runs, names, strict=True)]
+        series = [Series(name, column(run.evals, key), "dots") for run, name in zip(runs, names, strict=True)]
         charts.append(line_chart(labels[key], series, hint="lower is better" if is_distance(key) else ""))
-    for key in TRAINING:
-        series = [Series(name, column(run.train, key)) for run, name in zip(runs, names, strict=True)]
+    for key, kind in TRAINING.items():
+        series = [Series(name, column(run.train, key), kind) for run, name in zip(runs, names, strict=True)]
         if any(s.points for s in series):
             charts.append(line_chart(f"{key.replace('_', ' ')}, training rollouts", series))
     return el("div", *charts, class_="charts") if charts else el("p", "No metrics were recorded.", class_="empty")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Literal
 
 from .markup import Html, el, join, number
 
@@ -15,17 +16,18 @@ MAX_POINTS = 240
 SMOOTH_FROM = 30
 COLOURS = 8
 
+LineKind = Literal["noisy", "plain", "dots"]
 Points = Sequence[tuple[float, float | None]]
 
 
 @dataclass(frozen=True)
 class Series:
-    """One line of a chart. `points`: (x, y), None where missing; `marked`: few exact points, each drawn as a dot;
-    otherwise a long noisy series is drawn faintly under its moving mean. `colour`: which of eight, else its place."""
+    """One line of a chart. `points`: (x, y), None where missing; `kind`: `noisy` (a long one is drawn faintly under
+    its moving mean), `plain`, or `dots` (few exact points). `colour`: which of eight; by default its place."""
 
     name: str
     points: Points
-    marked: bool = False
+    kind: LineKind = "noisy"
     colour: int | None = None
 
     def css(self, place: int) -> str:
@@ -46,8 +48,6 @@ def line_chart(title: str, series: Sequence[Series], *, hint: str = "", from_zer
     layers, notes = [], []
     for index, s in enumerate(thinned):
         layers.append(_layers(s, frame, s.css(index)))
-        if not s.marked and len(s.points) >= SMOOTH_FROM:
-            notes.append(f"Bold: mean over {_window(len(s.points))} neighbouring points.")
     for s in drawn:
         missing = sum(y is None for _, y in s.points)
         if missing:
@@ -146,12 +146,11 @@ def thin(points: Points) -> list[tuple[float, float | None]]:
 
 
 def smooth(points: Points, window: int) -> list[tuple[float, float | None]]:
-    """Centred moving mean over `window` points, missing ones left out; the window shrinks at the ends."""
+    """Centred moving mean over `window` points, missing ones left out; at the ends over those that there are."""
     half = window // 2
     smoothed: list[tuple[float, float | None]] = []
     for index, (x, y) in enumerate(points):
-        reach = min(half, index, len(points) - 1 - index)
-        near = [v for _, v in points[index - reach : index + reach + 1] if v is not None]
+        near = [v for _, v in points[max(index - half, 0) : index + half + 1] if v is not None]
         smoothed.append((x, sum(near) / len(near) if near and y is not None else None))
     return smoothed
 
@@ -187,14 +186,14 @@ def _window(count: int) -> int:
 
 
 def _layers(series: Series, frame: Frame, colour: str) -> Html:
-    if not series.marked and len(series.points) >= SMOOTH_FROM:
+    if series.kind == "noisy" and len(series.points) >= SMOOTH_FROM:
         faint = _path(series.points, frame, f"line faint {colour}")
         return join(
             faint, _path(smooth(series.points, _window(len(series.points))), frame, f"line {colour}", series.name)
         )
     parts = [_path(series.points, frame, f"line {colour}", series.name)]
     alone = [p for p in segments(series.points) if len(p) == 1]
-    for x, y in [point for part in (segments(series.points) if series.marked else alone) for point in part]:
+    for x, y in [point for part in (segments(series.points) if series.kind == "dots" else alone) for point in part]:
         cx, cy = frame.place(x, y).split(",")
         note = el("title", f"{series.name}, step {x:,.0f}: {number(y, 4)}")
         parts.append(Html(f'<circle cx="{cx}" cy="{cy}" r="3.2" class="dot {colour}">{note}</circle>'))

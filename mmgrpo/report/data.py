@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ..documents import ConfigError, parse
+from ..documents import parse
 from ..errors import UserError
+from ..run import read_environment, read_samples, read_summary, require_run, sample_steps, samples_folder
 
 SPLITS = ("heldout", "train")
 
@@ -53,28 +54,22 @@ def read_run(folder: Path) -> Run:
     """Read a run's folder.
 
     Raises:
-        UserError: the folder does not exist, or holds neither config.yaml nor metrics.jsonl.
+        RunError: the folder does not exist or is not a run's folder.
     """
-    folder = Path(folder)
-    if not folder.is_dir():
-        raise UserError(f"no run folder at {folder}: give the folder of a run, such as runs/NAME")
-    if not (folder / "config.yaml").exists() and not (folder / "metrics.jsonl").exists():
-        raise UserError(
-            f"{folder} is not a run's folder: it holds neither config.yaml nor metrics.jsonl; give runs/NAME"
-        )
+    folder = require_run(folder)
     notes: list[str] = []
-    config_text = _text(folder / "config.yaml", notes)
+    config_text = (folder / "config.yaml").read_text(encoding="utf-8", errors="replace")
     lines = _metric_lines(folder / "metrics.jsonl", notes)
     run = Run(
         folder=folder,
         name=folder.resolve().name,
-        config=_mapping(_parse_yaml(config_text, notes)),
+        config=_mapping(_noted(lambda: parse(config_text, "config.yaml"), notes)),
         config_text=config_text,
-        environment=_mapping(_json(folder / "environment.json", notes)),
+        environment=_mapping(_noted(lambda: read_environment(folder), notes)),
         train=_by_step(line for line in lines if line.get("kind") == "train"),
         evals=_by_step(line for line in lines if line.get("kind") == "eval"),
-        samples=_samples(folder / "samples", notes),
-        summary=_mapping(_json(folder / "summary.json", notes)),
+        samples=_samples(folder, notes),
+        summary=_mapping(_noted(lambda: read_summary(folder), notes)),
         notes=notes,
     )
     _describe_gaps(run)
@@ -116,44 +111,26 @@ def _mapping(value: object) -> dict[str, Any]:
     return value if isinstance(value, dict) else {}
 
 
-def _text(path: Path, notes: list[str]) -> str:
+def _noted(read: Callable[[], object], notes: list[str]) -> object:
+    """What `read` returns, or None and a note where the file is damaged."""
     try:
-        return path.read_text(encoding="utf-8", errors="replace")
-    except OSError as error:
-        notes.append(f"{path.name} could not be read: {error.strerror or error}.")
-        return ""
-
-
-def _parse_yaml(text: str, notes: list[str]) -> object:
-    try:
-        return parse(text, "config.yaml")
-    except ConfigError:
-        notes.append("config.yaml is not valid YAML; it is shown as it stands.")
-        return None
-
-
-def _json(path: Path, notes: list[str]) -> object:
-    text = _text(path, notes)
-    try:
-        return json.loads(text) if text else None
-    except ValueError:
-        notes.append(f"{path.name} is not valid JSON and is left out.")
+        return read()
+    except UserError as error:
+        notes.append(f"Left out: {error}.")
         return None
 
 
 def _metric_lines(path: Path, notes: list[str]) -> list[dict[str, Any]]:
+    """The readable lines: a report shows what there is, where `read_metrics` would refuse a damaged file."""
     lines, torn = [], 0
-    for text in _text(path, notes).splitlines():
-        if not text.strip():
-            continue
+    for text in path.read_text(encoding="utf-8", errors="replace").splitlines() if path.is_file() else []:
         try:
             line = json.loads(text)
         except ValueError:
-            torn += 1
-            continue
+            line = None
         if isinstance(line, dict) and finite(line.get("step")) is not None:
             lines.append(line)
-        else:
+        elif text.strip():
             torn += 1
     if torn:
         notes.append(f"metrics.jsonl: {torn} unreadable {'line' if torn == 1 else 'lines'} left out.")
@@ -168,19 +145,14 @@ def _by_step(lines: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
 
 def _samples(folder: Path, notes: list[str]) -> dict[int, dict[str, list[Sample]]]:
     found: dict[int, dict[str, list[Sample]]] = {}
-    for step_folder in sorted(folder.glob("step_*")):
-        digits = step_folder.name.removeprefix("step_")
-        if not digits.isdigit():
-            continue
+    for step in sample_steps(folder):
         for split in SPLITS:
-            path = step_folder / split / "samples.json"
-            if not path.exists():
-                continue
-            entries = _json(path, notes)
-            if isinstance(entries, list):
-                samples = [_sample(entry, path.parent) for entry in entries if isinstance(entry, dict)]
-                found.setdefault(int(digits), {})[split] = samples
-    return dict(sorted(found.items()))
+            entries = _noted(lambda step=step, split=split: read_samples(folder, step, split), notes)
+            if isinstance(entries, list) and entries:
+                place = samples_folder(folder, step, split)
+                samples = [_sample(entry, place) for entry in entries if isinstance(entry, dict)]
+                found.setdefault(step, {})[split] = samples
+    return found
 
 
 def _sample(entry: dict[str, Any], folder: Path) -> Sample:
@@ -201,7 +173,7 @@ def _describe_gaps(run: Run) -> None:
     last = run.train[-1]["step"] if run.train else None
     if last is None:
         run.notes.append("No training step was recorded.")
-    elif planned is not None and last < planned - 1:
+    elif planned is not None and last < planned:
         run.notes.append(f"The run stopped early: its last recorded step is {last:g} of {planned:g}.")
     if len(run.evals) < 2:
         count = "no evaluation was" if not run.evals else "only one evaluation was"

@@ -219,13 +219,14 @@ def _prompt_table(run: Run, split: str) -> Html | None:
     rows: list[list[object]] = []
     for text in list(dict.fromkeys([*before, *after]))[:MAX_ROWS]:
         a, b = before.get(text, {}), after.get(text, {})
-        row: list[object] = [caption(text), number(b.get("n", a.get("n")))]
+        row: list[object] = [caption(text), f"{b.get('n', a.get('n', 0)):.0f}"]
         for name in names:
             row += [number(a.get(name)), number(b.get(name)), change(a.get(name), b.get(name))]
         rows.append(row)
     more = len({*before, *after}) - len(rows)
     note = el("p", f"The first {MAX_ROWS} prompts are shown, {more} are left out.", class_="note") if more > 0 else None
-    return join(table(head, rows, caption=f"{TITLES[split]}: mean score of the saved samples", sortable=True), note)
+    grid = table(head, rows, caption=f"{TITLES[split]}: mean score of the saved samples", sortable=True)
+    return join(grid, note) if split == "heldout" else fold(TITLES[split], grid, note)
 
 
 def _means(run: Run, samples: Sequence[Sample]) -> dict[str, dict[str, float]]:

@@ -67,11 +67,17 @@ def number(value: float | None, digits: int = 3) -> str:
 
 
 def change(before: float | None, after: float | None) -> str:
-    """The difference with its sign, e.g. `+0.157`; a dash where one side is missing."""
+    """The difference with its sign and its sides' decimals, e.g. `+0.157`; a dash where a side is missing."""
     if before is None or after is None:
         return MISSING
-    text = number(after - before)
-    return text if text.startswith("−") or text in ("0", MISSING) else f"+{text}"
+    difference, larger = after - before, max(abs(before), abs(after))
+    if larger >= 1e-3:
+        difference = round(difference, max(2 - math.floor(math.log10(larger)), 0))
+    if not 1e-3 <= larger < 1e7:
+        text = number(difference)
+    else:
+        text = f"{difference:,.{max(2 - math.floor(math.log10(larger)), 0)}f}".replace("-", "−")
+    return "0" if difference == 0 else text if text.startswith("−") else f"+{text}"
 
 
 def table(head: list[object], rows: list[list[object]], *, caption: str, sortable: bool = False) -> Html:

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from .checks import guard_label, is_distance
-from .curves import Series, line_chart, stacked_chart
+from .curves import LineKind, Series, line_chart, stacked_chart
 from .data import Run, column, finite, judges
 from .markup import Html
 
-# title, metric, hint, y axis from zero. `metric` stands for `metric/…` (one value per kind or part) as well.
-TRAINING_CHARTS = (
-    ("KL to the reference", "kl", "how far the policy moved", True),
-    ("Clip share", "clip_share", "share of decisions at the clip bounds", True),
-    ("Silent share", "silent_share", "share of groups without a signal", True),
-    ("Gradient norm", "grad_norm", "before clipping", True),
-    ("Learning rate", "lr", "", True),
+# title, metric, hint, kind of line. `metric` stands for `metric/…` (one value per kind or part) as well.
+TRAINING_CHARTS: tuple[tuple[str, str, str, LineKind], ...] = (
+    ("KL to the reference", "kl", "how far the policy moved", "noisy"),
+    ("Clip share", "clip_share", "share of decisions at the clip bounds", "noisy"),
+    ("Silent share", "silent_share", "share of groups without a signal", "noisy"),
+    ("Gradient norm", "grad_norm", "before clipping", "noisy"),
+    ("Learning rate", "lr", "as scheduled", "plain"),
 )
 SPLITS = (("train", "training prompts", 1), ("heldout", "held-out prompts", 2))
 
@@ -22,11 +24,11 @@ def main_charts(run: Run) -> tuple[list[Html], set[str]]:
     """The charts every report shows, and the metrics used in them."""
     used = {"step", "kind"}
     charts = [_reward(run, used), *_parts(run, used), *_guards(run, used)]
-    for title, metric, hint, zero in TRAINING_CHARTS:
+    for title, metric, hint, kind in TRAINING_CHARTS:
         keys = _family(run, metric)
         used.update(keys)
-        series = [Series(key.removeprefix(f"{metric}/"), column(run.train, key)) for key in keys]
-        charts.append(line_chart(title, series, hint=hint, from_zero=zero))
+        series = [Series(key.removeprefix(f"{metric}/"), column(run.train, key), kind) for key in keys]
+        charts.append(line_chart(title, series, hint=hint, from_zero=True))
     charts.append(_seconds(run, used))
     return charts, used
 
@@ -34,12 +36,13 @@ def main_charts(run: Run) -> tuple[list[Html], set[str]]:
 def more_charts(run: Run, used: set[str]) -> list[Html]:
     """One chart for every other numeric metric; metrics that share the part before the slash share a chart."""
     groups: dict[str, list[Series]] = {}
-    for lines, marked in ((run.train, False), (run.evals, True)):
+    kinds: tuple[tuple[list[dict[str, Any]], LineKind], ...] = ((run.train, "noisy"), (run.evals, "dots"))
+    for lines, kind in kinds:
         for key in dict.fromkeys(key for line in lines for key in line):
             if key in used or not any(finite(line.get(key)) is not None for line in lines):
                 continue
             prefix, _, rest = key.partition("/")
-            groups.setdefault(prefix, []).append(Series(rest or key, column(lines, key), marked))
+            groups.setdefault(prefix, []).append(Series(rest or key, column(lines, key), kind))
     charts = []
     for prefix, series in sorted(groups.items()):
         for start in range(0, len(series), 6):  # more lines than six cannot be told apart
@@ -48,15 +51,18 @@ def more_charts(run: Run, used: set[str]) -> list[Html]:
 
 
 def cost_seconds(run: Run) -> dict[str, float]:
-    """Seconds by phase over the whole run; from summary.json where the metrics hold none."""
+    """Seconds by phase over the whole run, `other` for what a step took beyond its phases; from summary.json where
+    the metrics hold no times."""
     total: dict[str, float] = {}
     for line in [*run.train, *run.evals]:
-        for name in phases(list(line)):
-            total[name] = total.get(name, 0.0) + (finite(line[f"seconds/{name}"]) or 0.0)
+        spent = {name: finite(line[f"seconds/{name}"]) or 0.0 for name in phases(list(line))}
+        other = (finite(line.get("seconds/step")) or 0.0) - sum(spent.values())
+        for name, seconds in [*spent.items(), *([("other", other)] if other > 0 else [])]:
+            total[name] = total.get(name, 0.0) + seconds
     summary = run.summary.get("seconds")
     if not total and isinstance(summary, dict):
-        total = {str(name): value for name, entry in summary.items() if (value := finite(entry)) is not None}
-        total.pop("total", None)
+        keys = phases([f"seconds/{name}" for name in summary])
+        total = {name: value for name in keys if (value := finite(summary.get(name))) is not None}
     return total
 
 
@@ -69,7 +75,7 @@ def phases(keys: list[str]) -> list[str]:
 def _reward(run: Run, used: set[str]) -> Html:
     used.update(("reward", "train/reward", "heldout/reward"))
     series = [Series("training rollouts", column(run.train, "reward"))]
-    series += [Series(label, column(run.evals, f"{split}/reward"), True, colour) for split, label, colour in SPLITS]
+    series += [Series(label, column(run.evals, f"{split}/reward"), "dots", colour) for split, label, colour in SPLITS]
     return line_chart("Reward", series, hint="higher is better")
 
 
@@ -81,9 +87,11 @@ def _parts(run: Run, used: set[str]) -> list[Html]:
     parts = [name for name in found if name not in judged]
     charts = []
     for name in [*judged, *(parts if len(parts) > 1 else [])]:
-        series = [Series(label, column(run.evals, f"{split}/{name}"), True, colour) for split, label, colour in SPLITS]
-        hint = "an unseen judge; higher is better" if name in judged else "part of the reward; higher is better"
-        charts.append(line_chart(name, series, hint=hint))
+        series = [
+            Series(label, column(run.evals, f"{split}/{name}"), "dots", colour) for split, label, colour in SPLITS
+        ]
+        title = f"Unseen judge: {name}" if name in judged else f"Reward part: {name}"
+        charts.append(line_chart(title, series, hint="higher is better"))
         used.update((f"train/{name}", f"heldout/{name}", f"reward/{name}"))
     if len(parts) == 1:  # a single reward is the total over again
         used.update((f"train/{parts[0]}", f"heldout/{parts[0]}", f"reward/{parts[0]}"))
@@ -95,7 +103,7 @@ def _guards(run: Run, used: set[str]) -> list[Html]:
     charts = []
     for key in keys:
         used.add(key)
-        series = [Series(guard_label(run, key.removeprefix("guard/")), column(run.evals, key), True)]
+        series = [Series(guard_label(run, key.removeprefix("guard/")), column(run.evals, key), "dots")]
         hint = "lower is better; must not grow" if is_distance(key) else "a number outside the reward"
         charts.append(line_chart(series[0].name, series, hint=hint))
     return charts

@@ -6,12 +6,11 @@ import base64
 import hashlib
 import importlib.resources
 import json
-import os
-import tempfile
 from pathlib import Path
 from typing import Any
 
 from .. import __version__
+from ..files import write_bytes
 from .checks import RULE, Change, Verdict, changes, is_distance, judge_run, steps_compared, values
 from .data import Run, finite, read_run, section
 from .gallery import Budget, galleries, prompt_tables
@@ -29,8 +28,7 @@ def write_report(run_folder: Path) -> Path:
     The page needs no network and no other file; it works without scripts. Whatever the folder lacks is said in it.
 
     Raises:
-        UserError: the folder does not exist or is not a run's folder.
-        OSError: the page cannot be written.
+        RunError: the folder does not exist or is not a run's folder, or the page cannot be written.
     """
     run = read_run(run_folder)
     page = document(f"{run.name} – mmgrpo report", _header(run), _sections(run))
@@ -38,17 +36,8 @@ def write_report(run_folder: Path) -> Path:
 
 
 def write_page(path: Path, page: str) -> Path:
-    """Write a page atomically: a reader never sees half of it."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    handle, name = tempfile.mkstemp(dir=path.parent, prefix=".report-", suffix=".html")
-    try:
-        with os.fdopen(handle, "w", encoding="utf-8", errors="replace") as file:
-            file.write(page)
-        os.chmod(name, 0o644)
-        os.replace(name, path)
-    except BaseException:
-        Path(name).unlink(missing_ok=True)
-        raise
+    """Write a page whole or not at all; characters that UTF-8 cannot hold become question marks. Raises RunError."""
+    write_bytes(path, page.encode("utf-8", errors="replace"))
     return path
 
 
@@ -123,7 +112,7 @@ def verdict_line(verdict: Verdict) -> Html:
 def headline_cards(run: Run, verdict: Verdict) -> Html:
     """The trained number and the three checks on it, side by side."""
     steps = steps_compared(run)
-    when = f"step {steps[0]:g} → {steps[1]:g}" if steps else ""
+    when = f"step\u00a0{steps[0]:g}\u00a0→\u00a0{steps[1]:g}" if steps else ""
     cards = [
         _card("Training reward", "What was optimised, on its own prompts.", [verdict.reward], when),
         _card("Check 1: held-out reward", "Does it hold on prompts never trained?", [verdict.heldout], when),
@@ -173,13 +162,16 @@ def _curves(run: Run) -> Html:
     charts, used = main_charts(run)
     more = more_charts(run, used)
     folded = fold(f"{len(more)} more metrics", el("div", *more, class_="charts")) if more else None
-    return join(el("div", *charts, class_="charts"), folded)
+    reading = (
+        "Legends show the last value. Bold lines are means over neighbouring steps, faint ones the values themselves."
+    )
+    return join(el("p", reading, class_="note"), el("div", *charts, class_="charts"), folded)
 
 
 def _numbers(run: Run) -> Html:
     rows: list[list[object]] = []
     for found in changes(run):
-        kind = {True: "up", False: "down", None: None}[found.good]
+        kind = {True: "better", False: "worse", None: None}[found.good]
         after = el("span", number(found.after), class_=kind)
         rows.append(
             [found.label + (" (lower is better)" if is_distance(found.key) else ""), number(found.before), after]
@@ -191,23 +183,24 @@ def _numbers(run: Run) -> Html:
 
 
 def _cost(run: Run) -> Html:
+    finished = bool(run.train) and run.summary.get("steps") == run.train[-1]["step"]
     rows: list[list[object]] = []
     for label, key in (
         ("Forward passes per rollout", "forwards_per_rollout"),
         ("Rollouts per second", "rollouts_per_second"),
     ):
         found = values(run, key)
-        mean = sum(found) / len(found) if found else finite(run.summary.get(key))
-        rows.append([label, number(mean)])
+        mean = sum(found) / len(found) if found else None
+        rows.append([label, number(finite(run.summary.get(key)) if finished or mean is None else mean)])
     seconds = cost_seconds(run)
     total = sum(seconds.values())
-    rows.append(["Seconds in all phases", number(total, 4) if seconds else MISSING])
+    rows.append(["Seconds in all phases", f"{total:,.1f}" if seconds else MISSING])
     work = table(["Quantity", "Mean over the run"], rows, caption="Work")
     if not seconds:
         return join(work, el("p", "No times were recorded.", class_="empty"))
     count = max(len(run.train), 1)
     phases: list[list[object]] = [
-        [name, number(spent, 4), f"{100 * spent / total:.1f} %" if total else MISSING, number(spent / count)]
+        [name, f"{spent:,.1f}", f"{100 * spent / total:.1f} %" if total else MISSING, f"{spent / count:.3f}"]
         for name, spent in sorted(seconds.items(), key=lambda item: -item[1])
     ]
     times = table(["Phase", "Seconds", "Share", "Seconds per training step"], phases, caption="Time by phase")
