@@ -40,10 +40,12 @@ class Trial:
     tolerance: float
     batch: Rollouts = field(init=False)
     payload: Payload = field(init=False)
+    parameters: list[torch.nn.Parameter] = field(init=False)
     weights: list[Tensor] = field(init=False)
 
     def __post_init__(self) -> None:
-        self.weights = [p.detach().clone() for p in self.policy.parameters()]
+        self.parameters = list(self.policy.parameters())
+        self.weights = [p.detach().clone() for p in self.parameters]
         self.batch, self.payload = self.policy.rollout(self.items, self.keys)
 
     def logp(self, payload: Payload | None = None, limit: int | None = None) -> Tensor:
@@ -56,7 +58,7 @@ class Trial:
         """[B,T] of one channel, pieced together from its chunks."""
         out = torch.full((len(payload), self.batch.shape[1]), float("nan"))
         for chunk in self.policy.chunks(payload, limit):
-            out[chunk.rows[:, None], chunk.cols] = self.replay(payload, chunk, (channel,))[channel].cpu().float()
+            out[_block(chunk)] = self.replay(payload, chunk, (channel,))[channel].cpu().float()
         return out
 
     def replay(self, payload: Payload, chunk: Chunk, channels: Sequence[str]) -> dict[str, Tensor]:
@@ -79,15 +81,14 @@ class Trial:
 
         `own`: of the policy's own decisions, else of the masked-out ones.
         """
-        parameters = list(self.policy.parameters())
-        total = [torch.zeros_like(p) for p in parameters]
+        total = [torch.zeros_like(p) for p in self.parameters]
         mask = self.batch.mask if own else ~self.batch.mask
         factor = normal(self.keys.per_rollout("conformance"), self.batch.shape[1:]).where(mask.cpu(), 0)
         for chunk in self.policy.chunks(self.payload, limit):
             value = self.replay(self.payload, chunk, ("logp",))["logp"]
             need(value.requires_grad, "replay's logp carries no gradient; do not detach it or run it under no_grad")
-            block = factor[chunk.rows[:, None], chunk.cols].to(value)
-            grads = torch.autograd.grad((value * block).sum(), parameters, allow_unused=True)
+            block = factor[_block(chunk)].to(value)
+            grads = torch.autograd.grad((value * block).sum(), self.parameters, allow_unused=True)
             total = [t if g is None else t + g for t, g in zip(total, grads, strict=True)]
         return torch.cat([t.flatten().cpu().double() for t in total])
 
@@ -95,7 +96,7 @@ class Trial:
     def moved(self) -> Iterator[None]:
         """Inside, every parameter is off its place by a few per cent; afterwards it is back exactly."""
         with torch.no_grad():
-            for i, p in enumerate(self.policy.parameters()):
+            for i, p in enumerate(self.parameters):
                 noise = normal(torch.tensor([i]), p.shape)[0].to(p)
                 p.add_(noise * (0.05 * p.abs().mean() + 0.02))
         try:
@@ -106,7 +107,7 @@ class Trial:
     def restore(self) -> None:
         """Put the weights back to what they were when the trial began."""
         with torch.no_grad():
-            for p, weights in zip(self.policy.parameters(), self.weights, strict=True):
+            for p, weights in zip(self.parameters, self.weights, strict=True):
                 p.copy_(weights)
 
 
@@ -195,7 +196,7 @@ def coverage(trial: Trial) -> float:
         chunks = trial.policy.chunks(trial.payload, limit)
         for chunk in chunks:
             need(len(chunk.rows) <= limit, f"a chunk holds {len(chunk.rows)} rows under limit {limit}")
-            count[chunk.rows[:, None], chunk.cols] += 1
+            count[_block(chunk)] += 1
         need(int(count.max()) <= 1, f"chunks of limit {limit} cover a decision {int(count.max())} times; once is right")
         missed = (count == 0) & trial.batch.mask.cpu()
         need(not bool(missed.any()), f"chunks of limit {limit} leave out {int(missed.sum())} decisions of the mask")
@@ -209,7 +210,7 @@ def replay(trial: Trial) -> float:
         worst = max(worst, trial.difference(trial.logp(limit=limit), trial.batch.logp))
         need(
             worst <= trial.tolerance,
-            f"replay in chunks of {limit} is off the recorded log-probs by {worst:.3g} (tolerance {trial.tolerance:.3g})"
+            f"replay in chunks of {limit} is off the recorded log-probs by {worst:.3g} (allowed {trial.tolerance:.3g})"
             ": record logp under the distribution that is sampled, and replay without dropout",
         )
     rows = [*range(len(trial.items) - 1, -1, -2)]
@@ -221,30 +222,27 @@ def replay(trial: Trial) -> float:
     with torch.no_grad():
         a = trial.replay(trial.payload, chunk, ("logp",))["logp"]
         b = trial.replay(trial.payload, Chunk(chunk.rows[order], chunk.cols), ("logp",))["logp"]
-    own = trial.batch.mask.cpu()[chunk.rows[:, None], chunk.cols]
+    own = trial.batch.mask.cpu()[_block(chunk)]
     gap = trial.difference(a, b[order], own)
     need(gap <= trial.tolerance, f"replay does not keep to the order of chunk.rows (off by {gap:.3g})")
     return worst
 
 
 def joining(trial: Trial) -> float:
-    """Two rollouts stacked with concat and concat_payloads replay to their log-probs (as a refill needs it)."""
-    half = len(trial.items) // 2
-    parts = [
-        trial.policy.rollout([trial.items[i] for i in rows], trial.keys.select(rows))
-        for rows in ([*range(half, len(trial.items))], [*range(half)])
-    ]
+    """Rollouts of single rows, stacked with concat and concat_payloads, replay to their log-probs (refills need it)."""
+    policy, items = trial.policy, trial.items
+    parts = [policy.rollout([items[i]], trial.keys.select([i])) for i in range(len(items))]
     batch = concat([b for b, _ in parts])
     payload = concat_payloads([p for _, p in parts])
     out = torch.full(batch.shape, float("nan"))
     with torch.no_grad():
         for chunk in trial.policy.chunks(payload, len(payload)):
             value = trial.replay(payload, chunk, ("logp",))["logp"]
-            out[chunk.rows[:, None], chunk.cols] = value.cpu().float()
+            out[_block(chunk)] = value.cpu().float()
     gap = trial.difference(out, batch.logp, batch.mask)
     need(
         gap <= trial.tolerance,
-        f"two rollouts stacked replay to other log-probs (off by {gap:.3g}): concat_payloads pads with zeros at the "
+        f"rollouts stacked replay to other log-probs (off by {gap:.3g}): concat_payloads pads with zeros at the "
         "end of every dimension, so pad on the right and keep a mask",
     )
     return gap
@@ -266,10 +264,9 @@ def channels(trial: Trial) -> float:
 
 def gradients(trial: Trial) -> float:
     """The gradient reaches the parameters, is the same for every chunk size, and none comes from masked decisions."""
-    parameters = list(trial.policy.parameters())
+    parameters = trial.parameters
     need(bool(parameters), "parameters() is empty; nothing would be trained")
-    again = list(trial.policy.parameters())
-    need(all(a is b for a, b in zip(parameters, again, strict=True)), "parameters() changes its order between calls")
+    need(_same(trial), "parameters() returns other parameters, or another order, than before; keep both fixed")
     held = {id(p) for module in trial.policy.modules().values() for p in module.parameters()}
     need(all(id(p) in held for p in parameters), "modules() does not hold every parameter of parameters()")
     first, worst = trial.gradient(trial.limits[0]), 0.0
@@ -286,7 +283,10 @@ def gradients(trial: Trial) -> float:
     need(not bool(leak.any()), "masked-out decisions have a gradient; return a constant there (torch.where)")
     with trial.moved():
         moved = trial.difference(trial.logp(), trial.batch.logp)
-    need(moved > 0, "moving the parameters changes no log-prob; replay uses other weights, or a cache of old ones")
+    need(
+        moved > trial.tolerance,
+        "moving the parameters changes no log-prob; replay uses other weights, or a cache of old ones",
+    )
     return worst
 
 
@@ -310,7 +310,7 @@ def reference(trial: Trial) -> float:
         kl_moved = _kl(trial)[trial.batch.mask.cpu()] if has_kl else torch.ones(1)
         outside = trial.difference(trial.logp(), start)
     need(drift <= trial.tolerance, f"the reference moved by {drift:.3g} with the parameters; keep a frozen copy")
-    need(outside > 0, "after reference() the policy still answers for the reference")
+    need(outside > trial.tolerance, "after reference() the policy still answers for the reference")
     need(float(kl_moved.min()) >= -trial.tolerance, f"kl_ref is negative ({float(kl_moved.min()):.3g})")
     need(float(kl_moved.max()) > 0, "kl_ref stays 0 when the parameters move")
     return max(worst, drift)
@@ -318,7 +318,6 @@ def reference(trial: Trial) -> float:
 
 def storage(trial: Trial) -> float:
     """save, move, load gives back every weight exactly, in place; only safetensors; an empty folder is refused."""
-    before = list(trial.policy.parameters())
     with tempfile.TemporaryDirectory() as name:
         saved, empty = Path(name) / "saved", Path(name) / "empty"
         saved.mkdir(), empty.mkdir()
@@ -332,10 +331,9 @@ def storage(trial: Trial) -> float:
         )
         with trial.moved():
             trial.policy.load(saved)
-            exact = all(torch.equal(p, w) for p, w in zip(trial.policy.parameters(), trial.weights, strict=True))
+            need(_same(trial), "load replaced the parameters; copy into them, or the optimizer keeps the old ones")
+            exact = all(torch.equal(p, w) for p, w in zip(trial.parameters, trial.weights, strict=True))
             need(exact, "load did not give back the weights that save wrote")
-            same = all(a is b for a, b in zip(before, trial.policy.parameters(), strict=True))
-            need(same, "load replaced the parameters; copy into them, or the optimizer keeps the old ones")
             gap = trial.difference(trial.logp(), trial.batch.logp)
             need(gap <= trial.tolerance, f"after load, replay is off the recorded log-probs by {gap:.3g}")
         try:
@@ -360,6 +358,16 @@ def counting(trial: Trial) -> float:
         grown = policy.forwards - before
         need(grown >= B, f"{name} of {B} rows added {grown} to policy.forwards; count one for each row and model call")
     return float(policy.forwards - start)
+
+
+def _block(chunk: Chunk) -> tuple[Tensor, Tensor]:
+    """The index of a chunk's decisions in a [B,T] matrix on the CPU."""
+    return chunk.rows.cpu()[:, None], chunk.cols.cpu()
+
+
+def _same(trial: Trial) -> bool:
+    now = list(trial.policy.parameters())
+    return len(now) == len(trial.parameters) and all(a is b for a, b in zip(now, trial.parameters, strict=True))
 
 
 def _kl(trial: Trial) -> Tensor:

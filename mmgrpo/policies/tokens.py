@@ -2,30 +2,31 @@
 
 from __future__ import annotations
 
-import copy
 import inspect
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field, model_validator
 from torch import Tensor
 from torch.nn.functional import pad
 
+from ..config import Section
 from ..core import Rollouts
 from ..sampling.keys import Keys, uniform
 from .base import Chunk, Payload, PolicyError
+from .reference import adapters_off, frozen_copy
+from .weights import load_weights, save_weights, trained
 
+WEIGHTS, ADAPTERS = "model.safetensors", "adapter_model.safetensors"  # the names that transformers and peft give
 LORA_SEED = 0  # the first adapter weights are the same on every rank and in every run
 _INPUTS = ("input_ids", "attention_mask", "position_ids", "logits_to_keep", "use_cache")
 
 
-class LoraOptions(BaseModel):
+class LoraOptions(Section):
     """Low-rank adapters (Hu et al. 2021) through peft; only they are trained."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
 
     rank: int = Field(8, ge=1, description="Rank of each adapter.")
     alpha: int = Field(16, ge=1, description="The adapter's output is scaled by alpha / rank.")
@@ -34,23 +35,25 @@ class LoraOptions(BaseModel):
     )
 
 
-class TokenOptions(BaseModel):
+class TokenOptions(Section):
     """How a language model is sampled and trained."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
     max_new_tokens: int = Field(64, ge=1, description="Longest completion; also T, the width of the batch.")
-    temperature: float = Field(
-        1.0, gt=0, allow_inf_nan=False, description="Logits are divided by it, in sampling and in every channel."
-    )
+    temperature: float = Field(1.0, gt=0, description="Logits are divided by it, in sampling and in every channel.")
     chat: bool | None = Field(
         None, description="Send {prompt: text} through the chat template as a user message; null: if there is one."
     )
     inference: Literal["sample", "greedy"] = Field("sample", description="How the model is used after training.")
     lora: LoraOptions | None = Field(None, description="Train low-rank adapters instead of all weights.")
-    reference: Literal["auto", "copy", "adapter", "none"] = Field(
-        "auto", description="The frozen reference: a copy, or adapters off; auto: adapter with lora, else copy."
+    reference: Literal["copy", "adapters", "none"] = Field(
+        "copy", description="The KL's reference: a frozen copy of the model, the model without its adapters, or none."
     )
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Any:
+        if self.reference == "adapters" and self.lora is None:
+            raise PolicyError("reference: adapters needs adapters to switch off: set policy.lora, or reference: copy")
+        return self
 
 
 class TokenPolicy:
@@ -85,16 +88,12 @@ class TokenPolicy:
         self._limit: int | None = getattr(model.config, "max_position_embeddings", None)
         self._stop = _stop_ids(model, tokenizer)
         self._cache = _cache_name(model)
-        kind = self.options.reference
-        if kind == "auto":
-            kind = "copy" if self.options.lora is None else "adapter"
-        if kind == "adapter" and self.options.lora is None:
-            raise PolicyError("reference: adapter needs adapters; set policy.lora, or policy.reference to copy")
-        self._reference_kind = kind
-        self._reference = copy.deepcopy(model).requires_grad_(False) if kind == "copy" else None
+        self._frozen = frozen_copy(model) if self.options.reference == "copy" else None
+        self._use_reference = False
         self.model: Any = model if self.options.lora is None else _add_lora(model, self.options.lora)
-        self._active = self.model
-        self.channel_names: tuple[str, ...] = ("logp", "entropy") + (() if kind == "none" else ("kl_ref",))
+        self.channel_names: tuple[str, ...] = ("logp", "entropy")
+        if self.options.reference != "none":
+            self.channel_names += ("kl_ref",)
 
     @classmethod
     def from_pretrained(
@@ -179,18 +178,22 @@ class TokenPolicy:
 
     @contextmanager
     def reference(self) -> Iterator[None]:
-        """Inside, the policy answers as the weights it was made with."""
-        if self._reference_kind == "none":
-            raise PolicyError("this policy keeps no reference; set policy.reference to copy or adapter")
-        if self._reference_kind == "adapter":
-            with self.model.disable_adapter():
-                yield
-            return
-        previous, self._active = self._active, self._reference
-        try:
+        """Inside, rollout, infer and replay answer for the weights that the policy was made with.
+
+        Raises:
+            PolicyError: the options say `reference: none`.
+        """
+        if self.options.reference == "none":
+            raise PolicyError("this policy was built with reference: none; set policy.reference to copy or adapters")
+        if self._use_reference:
             yield
+            return
+        self._use_reference = True
+        try:
+            with nullcontext() if self._frozen is not None else adapters_off(self.model):
+                yield
         finally:
-            self._active = previous
+            self._use_reference = False
 
     def parameters(self) -> list[torch.nn.Parameter]:
         """All weights, or those of the adapters."""
@@ -205,36 +208,28 @@ class TokenPolicy:
 
         Without lora the folder is one that `from_pretrained` reads, ours or transformers'.
         """
-        if self.options.lora is None:
-            self.model.save_pretrained(folder)
-            self.tokenizer.save_pretrained(folder)
-        else:
-            # otherwise peft looks the base model up on the hub to see whether its vocabulary was changed
+        if self.options.lora is not None:
+            # left to itself, peft asks the hub whether the vocabulary was changed
             self.model.save_pretrained(folder, save_embedding_layers=False)
+            return
+        save_weights(trained(self.model), Path(folder) / WEIGHTS)
+        self.model.config.save_pretrained(folder)
+        self.model.generation_config.save_pretrained(folder)
+        self.tokenizer.save_pretrained(folder)
 
     def load(self, folder: Path) -> None:
-        """Read what `save` wrote. The reference stays what it was; a failed load leaves the weights alone.
+        """Read what `save` wrote, in place; the reference stays as it was.
 
         Raises:
-            PolicyError: a file is missing, damaged, or of another model.
+            PolicyError: a file is missing or damaged, or its names or shapes are not those of this model.
         """
         if self.options.lora is None:
-            found = _load_model(folder).state_dict()
-            _check_fit(self.model.state_dict(), found, folder)
-            self.model.load_state_dict(found)
+            load_weights(trained(self.model), Path(folder) / WEIGHTS)
             return
-        from peft import get_peft_model_state_dict, set_peft_model_state_dict
-        from safetensors.torch import load_file
+        from peft import get_peft_model_state_dict
 
-        file = Path(folder) / "adapter_model.safetensors"
-        try:
-            found = load_file(file)
-        except Exception as error:  # a missing file and a damaged one raise different kinds
-            raise PolicyError(
-                f"cannot read the adapters {file}: {_first_line(error)}. Use an older checkpoint"
-            ) from error
-        _check_fit(get_peft_model_state_dict(self.model, save_embedding_layers=False), found, folder)
-        set_peft_model_state_dict(self.model, found)
+        adapters = get_peft_model_state_dict(self.model, save_embedding_layers=False)
+        load_weights(adapters, Path(folder) / ADAPTERS)
 
     def _encode(self, i: int, item: Any) -> list[int]:
         if not isinstance(item, Mapping) or not ("prompt" in item or "messages" in item):
@@ -276,7 +271,7 @@ class TokenPolicy:
         rows = torch.arange(B, device=self.device)
         stop, cache = self._stop.to(self.device), None
         for t in range(T):
-            past = {} if cache is None else {self._cache: cache}
+            past: dict[str, Any] = {} if cache is None else {self._cache: cache}
             output = self._forward(ids, attention, 1, use_cache=True, **past)
             log_p = _tempered(output.logits[:, -1], self.options.temperature)
             token = log_p.argmax(1) if greedy else draw(log_p, u[rows, t])
@@ -295,10 +290,11 @@ class TokenPolicy:
 
     def _forward(self, ids: Tensor, attention: Tensor, keep: int, **options: Any) -> Any:
         """One call of the model: ids [b,n] after what the cache holds, attention [b,m] over all, logits [b,keep,V]."""
-        self._active.eval()
+        model = self._frozen if self._use_reference and self._frozen is not None else self.model
+        model.eval()
         self.forwards += len(ids)
         positions = (attention.long().cumsum(1) - 1).clamp(min=0)[:, -ids.shape[1] :]
-        return self._active(
+        return model(
             input_ids=ids,
             attention_mask=attention.long(),
             position_ids=positions,
@@ -420,16 +416,6 @@ def _load_model(path: str | Path) -> Any:
             "they would be random: use a complete checkpoint of the same model"
         )
     return model
-
-
-def _check_fit(expected: Mapping[str, Tensor], found: Mapping[str, Tensor], folder: str | Path) -> None:
-    for name in sorted(expected.keys() | found.keys()):
-        shapes = [tuple(s[name].shape) if name in s else None for s in (expected, found)]
-        if shapes[0] != shapes[1]:
-            raise PolicyError(
-                f"the weights in {folder} do not fit: {name} is {shapes[1]} there and {shapes[0]} here; "
-                "load them with the model and options they were trained with"
-            )
 
 
 def _first_line(error: Exception) -> str:
