@@ -279,7 +279,7 @@ def random_batch(
         changes: fields to replace at the end.
 
     Returns:
-        Rollouts with keys segment, kind [B,T] and channels old, ref, entropy.
+        Rollouts with keys segment, kind [B,T], event [B] (a group's rows in pairs) and channels old, ref, entropy, bound.
     """
     gen = torch.Generator().manual_seed(seed)
 
@@ -297,6 +297,7 @@ def random_batch(
         "old": logp + noise(0.05),
         "ref": logp + noise(0.3),
         "entropy": 0.5 + torch.rand(B, T, generator=gen, dtype=F64),
+        "bound": 0.05 + 0.3 * torch.rand(B, T, generator=gen, dtype=F64),
     }
     scores = {name: torch.randint(0, 5, (B,), generator=gen).to(F64) / 4 for name in names}
     for value in scores.values():
@@ -304,14 +305,17 @@ def random_batch(
     if garbage:
         logp = logp.masked_fill(~mask, math.nan)
         channels = {name: value.masked_fill(~mask, math.nan) for name, value in channels.items()}
+    group = ragged_groups(B, gen)
+    place = (group[:, None] == group).tril(-1).sum(1)
     batch = Rollouts(
         logp=logp,
         mask=mask,
-        group=ragged_groups(B, gen),
+        group=group,
         scores=scores,
         keys={
             "segment": torch.arange(T).div(2, rounding_mode="floor").expand(B, T).contiguous(),
             "kind": (torch.arange(T) >= T // 2).long().expand(B, T).contiguous(),
+            "event": 100 * group + place // 2,
         },
         channels=channels,
     )

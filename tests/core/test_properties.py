@@ -1,0 +1,315 @@
+"""Laws that every algorithm obeys: one parametrised table over all recipes and options, on ragged random batches."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+from mmgrpo.core import Algorithm, Rollouts, concat, recipe, recipes
+from tests.kit.algorithms import VARIANTS, algorithms, close, outcome, plain
+from tests.kit.worlds import F64, channels_for, random_batch
+
+NAMES = [*recipes(), *VARIANTS]
+SEEDS = (0, 1)
+# Statistics over the whole batch: one group's advantages, or what is masked, depend on the other groups.
+WHITENED = {"reinforce_pp", "gdpo_trl", "gdpo_nv", "gdpo_verl", "rloo+batch_std"}
+
+every = pytest.mark.parametrize("name", NAMES)
+seeded = pytest.mark.parametrize("seed", SEEDS)
+
+
+@pytest.fixture(scope="module")
+def table() -> dict[str, Algorithm]:
+    return algorithms()
+
+
+def moved(channels: dict[str, Tensor], f: object) -> dict[str, Tensor]:
+    return {name: f(value.detach()).requires_grad_() for name, value in channels.items()}  # type: ignore[operator]
+
+
+def blocks(algo: Algorithm, batch: Rollouts, seed: int) -> list[tuple[Tensor, Tensor]]:
+    """A random partition of the matrix that the algorithm's coupling allows."""
+    B, T = batch.shape
+    gen = torch.Generator().manual_seed(seed)
+    rows = list(torch.randperm(B, generator=gen).split([1, 4, B - 5]))
+    cols = list(torch.randperm(T, generator=gen).split([2, T - 2]))
+    if algo.coupling == "batch":
+        return [(torch.arange(B), torch.arange(T))]
+    if algo.coupling == "row":
+        return [(r, torch.arange(T)) for r in rows]
+    return [(r, c) for r in rows for c in cols]
+
+
+@every
+@seeded
+def test_blocks_sum_to_the_whole(table: dict[str, Algorithm], name: str, seed: int) -> None:
+    algo, batch = table[name], random_batch(seed, missing=0.1)
+    channels = channels_for(algo.channels, batch, seed)
+    A, w, _ = algo.signal(batch)
+    whole = algo.loss(channels, batch, A, w)
+    loss = torch.zeros((), dtype=F64)
+    metrics: dict[str, list[float]] = {}
+    for rows, cols in blocks(algo, batch, seed):
+        part = {k: v[rows][:, cols] for k, v in channels.items()}
+        out = algo.loss(part, batch, A, w, at=(rows, cols))
+        out.loss.backward()
+        loss = loss + out.loss.detach()
+        for key, (s, n) in plain(out.metrics).items():
+            total = metrics.setdefault(key, [0.0, 0.0])
+            total[0] += s
+            total[1] += n
+    close(loss, whole.loss.detach())
+    grads = algo.grad(channels, batch, A, w)
+    assert set(grads) == set(channels)
+    for key, value in channels.items():
+        close(value.grad if value.grad is not None else torch.zeros_like(value), grads[key])
+    close({k: tuple(v) for k, v in metrics.items()}, plain(whole.metrics), 1e-9)
+
+
+@every
+@seeded
+def test_grad_is_the_gradient_of_loss_and_detached(table: dict[str, Algorithm], name: str, seed: int) -> None:
+    algo, batch = table[name], random_batch(seed)
+    channels = channels_for(algo.channels, batch, seed)
+    A, w, _ = algo.signal(batch)
+    out = algo.loss(channels, batch, A, w)
+    direct = torch.autograd.grad(out.loss, list(channels.values()), allow_unused=True)
+    for (key, value), g in zip(channels.items(), direct, strict=True):
+        close(algo.grad(channels, batch, A, w)[key], torch.zeros_like(value) if g is None else g)
+    for value in algo.grad({k: v.detach() for k, v in channels.items()}, batch, A, w).values():
+        assert not value.requires_grad and value.shape == batch.logp.shape
+
+
+@every
+def test_only_masked_decisions_carry_anything(table: dict[str, Algorithm], name: str) -> None:
+    algo, batch = table[name], random_batch(3)
+    got = outcome(algo, batch)
+    outside = ~batch.mask
+    assert not got.A[outside].any() and not got.w[outside].any()
+    assert (got.w >= 0).all()
+    for value in got.grads.values():
+        assert not value[outside].any()
+
+
+@every
+@seeded
+def test_row_order_and_group_labels_do_not_matter(table: dict[str, Algorithm], name: str, seed: int) -> None:
+    algo, batch = table[name], random_batch(seed, missing=0.1)
+    channels = channels_for(algo.channels, batch, seed)
+    order = torch.randperm(batch.shape[0], generator=torch.Generator().manual_seed(seed))
+    shuffled = batch.select(order).replace(group=7 - 3 * batch.group[order])
+    a = outcome(algo, batch, channels)
+    b = outcome(algo, shuffled, moved(channels, lambda x: x[order]))
+    close(a.A[order], b.A)
+    close(a.w[order], b.w)
+    close(a.loss, b.loss)
+    close({k: v[order] for k, v in a.grads.items()}, b.grads)
+    # A row whose score is its group's mean has an advantage of either sign by rounding, and clip_share counts signs.
+    assert set(a.metrics) == set(b.metrics)
+    for key in (k for k in a.metrics if not k.startswith("clip_share")):
+        close(a.metrics[key], b.metrics[key], 1e-9)
+
+
+@every
+@seeded
+def test_padding_and_what_lies_in_it_do_not_matter(table: dict[str, Algorithm], name: str, seed: int) -> None:
+    algo, batch = table[name], random_batch(seed)
+    channels = channels_for(algo.channels, batch, seed)
+    a = outcome(algo, batch, channels)
+    wide = batch.pad(8)
+    holes = ~wide.mask
+    for junk in (math.nan, 1e30, math.inf):
+        dirty = wide.replace(
+            logp=wide.logp.masked_fill(holes, junk),
+            channels={k: v.masked_fill(holes, junk) for k, v in wide.channels.items()},
+        )
+        b = outcome(
+            algo, dirty, moved(channels, lambda x, j=junk: torch.nn.functional.pad(x, (0, 3)).masked_fill(holes, j))
+        )
+        close(a.A, b.A[:, :5])
+        close(a.w, b.w[:, :5])
+        close(a.loss, b.loss)
+        close(a.grads, {k: v[:, :5] for k, v in b.grads.items()})
+        assert all(not v[:, 5:].any() for v in b.grads.values())
+        close(a.metrics, b.metrics, 1e-9)
+
+
+@every
+def test_silent_groups_get_exactly_nothing(table: dict[str, Algorithm], name: str) -> None:
+    """Equal scores give advantage 0, not 0/eps noise, in every group and beside groups that do have a signal."""
+    algo, batch = table[name], random_batch(0)
+    third = torch.full_like(batch.scores["a"], 1 / 3)
+    silent = batch.replace(scores={"a": third, "b": 0.1 * third})
+    assert not outcome(algo, silent).A.any()
+    mixed = torch.where(batch.group == batch.group[0], third, batch.scores["a"])
+    got = outcome(algo, batch.replace(scores={"a": mixed, "b": torch.zeros_like(mixed)}))
+    assert not got.A[batch.group == batch.group[0]].any()
+    if not algo_has_penalty(name):
+        assert not got.grads["logp"][batch.group == batch.group[0]].any()
+        assert not outcome(algo, silent).grads["logp"].any()
+        assert not outcome(algo, silent).loss.any()
+
+
+def algo_has_penalty(name: str) -> bool:
+    return "penalty" in VARIANTS.get(name, ("", {}))[1]
+
+
+@every
+def test_an_all_masked_batch_costs_nothing(table: dict[str, Algorithm], name: str) -> None:
+    algo, batch = table[name], random_batch(0, garbage=True)
+    got = outcome(algo, batch.replace(mask=torch.zeros_like(batch.mask)))
+    assert float(got.loss) == 0.0
+    for value in (got.A, got.w, *got.grads.values()):
+        assert not value.any()
+    assert all(s == 0.0 and n == 0.0 for s, n in got.metrics.values())
+
+
+@every
+def test_a_batch_without_rows_costs_nothing(table: dict[str, Algorithm], name: str) -> None:
+    algo, batch = table[name], random_batch(0).select([])
+    got = outcome(algo, batch)
+    assert float(got.loss) == 0.0 and got.A.shape == (0, 5)
+
+
+@every
+def test_groups_of_one_are_silent(table: dict[str, Algorithm], name: str) -> None:
+    batch = random_batch(0)
+    assert not outcome(table[name], batch.replace(group=torch.arange(12))).A.any()
+
+
+@every
+def test_a_row_without_a_score_leaves_the_statistics(table: dict[str, Algorithm], name: str) -> None:
+    algo, batch = table[name], random_batch(1)
+    rows = torch.arange(12)
+    gone = int((batch.group == batch.group.mode().values).nonzero()[0])
+    nan = {k: torch.where(rows == gone, math.nan, v) for k, v in batch.scores.items()}
+    got = outcome(algo, batch.replace(scores=nan))
+    assert not got.A[gone].any()
+    # The others' advantages are those of a batch without the row; its weight stays in the denominators.
+    rest = rows[rows != gone]
+    close(got.A[rest], outcome(algo, batch.select(rest)).A)
+    close(got.w, outcome(algo, batch).w)
+
+
+@every
+@seeded
+def test_invalid_rows_equal_removed_rows(table: dict[str, Algorithm], name: str, seed: int) -> None:
+    algo, batch = table[name], random_batch(seed, missing=0.1)
+    channels = channels_for(algo.channels, batch, seed)
+    valid = torch.rand(12, generator=torch.Generator().manual_seed(seed)) > 0.3
+    junk = {k: torch.where(valid[:, None], v, math.nan) for k, v in batch.channels.items()}
+    a = outcome(algo, batch.replace(valid=valid, channels=junk), channels)
+    b = outcome(algo, batch.select(valid), moved(channels, lambda x: x[valid]))
+    close(a.A[valid], b.A)
+    close(a.w[valid], b.w)
+    close(a.loss, b.loss)
+    close({k: v[valid] for k, v in a.grads.items()}, b.grads)
+    for value in (a.A, a.w, *a.grads.values()):
+        assert not value[~valid].any()
+    close(a.metrics, b.metrics, 1e-9)
+
+
+@every
+@seeded
+def test_reference_rows_enter_the_statistics_only(table: dict[str, Algorithm], name: str, seed: int) -> None:
+    algo, batch = table[name], random_batch(seed)
+    channels = channels_for(algo.channels, batch, seed)
+    reference = torch.arange(12) % 4 == 0
+    a = outcome(algo, batch.replace(keys={**batch.keys, "reference": reference.long()}), channels)
+    for value in (a.A, a.w, *a.grads.values()):
+        assert not value[reference].any()
+    close(a.w[~reference], outcome(algo, batch.select(~reference)).w)
+    if name != "gdpo_verl" and name != "reinforce_pp":  # these count decisions, and a reference row trains none
+        plain_batch = outcome(algo, batch, channels)
+        keep = ~reference
+        close(a.A[keep], plain_batch.A[keep])
+
+
+@every
+def test_an_empty_row_counts_in_statistics_and_carries_no_loss(table: dict[str, Algorithm], name: str) -> None:
+    """Row 1 has no decision. Its score moves its group's baseline; filling its mask leaves the others' A alone."""
+    algo, batch = table[name], random_batch(2)
+    batch = batch.replace(group=torch.where(torch.arange(12) == 1, batch.group[0], batch.group))
+    assert not batch.mask[1].any()
+    got = outcome(algo, batch)
+    assert not got.w[1].any() and not got.grads["logp"][1].any()
+    if name in ("gdpo_verl", "reinforce_pp"):
+        return
+    filled = batch.replace(mask=batch.mask | (torch.arange(12) == 1)[:, None])
+    others = batch.mask
+    close(got.A[others], outcome(algo, filled).A[others])
+    raised = {k: v + 2.0 * (torch.arange(12) == 1) for k, v in batch.scores.items()}
+    assert not torch.allclose(got.A[0], outcome(algo, batch.replace(scores=raised)).A[0])
+
+
+@pytest.mark.parametrize("name", [n for n in NAMES if n not in WHITENED])
+@seeded
+def test_a_group_is_judged_by_itself(table: dict[str, Algorithm], name: str, seed: int) -> None:
+    algo, batch = table[name], random_batch(seed, missing=0.1)
+    whole = outcome(algo, batch).A
+    for label in batch.group.unique():
+        rows = batch.group == label
+        close(whole[rows], outcome(algo, batch.select(rows)).A)
+
+
+@every
+@seeded
+def test_measure_weights_have_no_scale(table: dict[str, Algorithm], name: str, seed: int) -> None:
+    algo, batch = table[name], random_batch(seed)
+    a, ones = outcome(algo, batch), outcome(algo, batch.replace(weight=torch.full((12,), 7.0)))
+    close(a.A, ones.A)
+    close(a.w, ones.w)
+    m = torch.rand(12, generator=torch.Generator().manual_seed(seed)) + 0.1
+    per_group = 1.0 + (batch.group % 5).float()
+    b, c = (outcome(algo, batch.replace(weight=x)) for x in (m, m * per_group))
+    close(b.A, c.A, 1e-6)
+    close(b.w, c.w, 1e-6)
+
+
+@every
+def test_float32_gives_float32_close_to_float64(table: dict[str, Algorithm], name: str) -> None:
+    algo, batch = table[name], random_batch(0)
+    single = batch._map(lambda x: x.float() if x.is_floating_point() else x)
+    channels = channels_for(algo.channels, batch)
+    a, b = outcome(algo, batch, channels), outcome(algo, single, moved(channels, lambda x: x.float()))
+    assert all(v.dtype == torch.float32 for v in (b.A, b.w, *b.grads.values()))
+    close(a.A, b.A.double(), 1e-5)
+    close(a.w, b.w.double(), 1e-6)
+    close(a.grads, {k: v.double() for k, v in b.grads.items()}, 1e-5)
+
+
+@pytest.mark.parametrize("name", recipes())
+@seeded
+def test_on_policy_the_gradient_is_minus_w_A(table: dict[str, Algorithm], name: str, seed: int) -> None:
+    """At ratio 1 every surrogate is the plain policy gradient, whatever its clip."""
+    algo, batch = table[name], random_batch(seed)
+    if "channels.old" not in algo.reads:
+        batch = batch.replace(channels={k: v for k, v in batch.channels.items() if k != "old"})
+    got = outcome(algo, batch, channels_for(algo.channels, batch, drift=0.0))
+    # RLOO's action is the whole row: every decision carries the row's weight.
+    w = got.w.sum(1, keepdim=True) * batch.mask if name == "rloo" else got.w
+    close(got.grads["logp"], -w * got.A)
+
+
+@pytest.mark.parametrize("name", recipes())
+def test_a_recipe_prints_its_formula_and_can_be_changed(name: str) -> None:
+    assert "loss" in str(recipe(name)).lower()
+    assert recipe(name) == recipe(name)
+
+
+def test_doubling_a_batch_halves_every_weight(table: dict[str, Algorithm]) -> None:
+    """Two copies as separate groups: the same loss, and each row's gradient is half as large."""
+    for name, algo in table.items():
+        if name in WHITENED or name == "grpo+entropy_mask":
+            continue
+        batch = random_batch(0)
+        channels = channels_for(algo.channels, batch)
+        keys = {**batch.keys, "event": batch.keys["event"] + 1_000_000}
+        twice = concat([batch, batch.replace(group=batch.group + 10_000, keys=keys)])
+        a = outcome(algo, batch, channels)
+        b = outcome(algo, twice, moved(channels, lambda x: torch.cat([x, x])))
+        close(a.loss, b.loss)
+        close({k: v / 2 for k, v in a.grads.items()}, {k: v[:12] for k, v in b.grads.items()})
