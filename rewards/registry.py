@@ -1,0 +1,10 @@
+"""The names of the rewards that ship with the package. A target is imported when it is first asked for."""
+
+from __future__ import annotations
+
+# name -> "module:factory"; the factory takes the reward's options and returns the reward.
+REWARDS: dict[str, str] = {
+    "digits": "mmgrpo.rewards.digits:digits",
+    "judge": "mmgrpo.rewards.digits:judge",
+    "judge_accuracy": "mmgrpo.rewards.digits:judge_accuracy",
+}
