@@ -10,6 +10,10 @@ class UserError(Exception):
     """Something the user can cure. The message names the value, what is wrong with it and what to do."""
 
 
+class Interrupted(UserError):
+    """The person stopped the work (Ctrl-C). The message says what is saved and how to go on."""
+
+
 def nearest(word: str, known: Iterable[str], cutoff: float = 0.6) -> str | None:
     """The known name most like `word`, or None where none is close. Case and -/_ do not count."""
     plain = {name.lower().replace("-", "_"): name for name in known}

@@ -22,8 +22,8 @@ SCRIPT = importlib.resources.files(__package__).joinpath("script.js").read_text(
 SIGNS = {"good": "✓", "warn": "!", "bad": "✗", "unknown": "?"}
 
 
-def write_report(run_folder: Path) -> Path:
-    """Write `report.html` into a run's folder and return its path.
+def write_report(run_folder: Path, out: Path | None = None) -> Path:
+    """Write the report of a run, as `report.html` in its folder or to `out`, and return its path.
 
     The page needs no network and no other file; it works without scripts. Whatever the folder lacks is said in it.
 
@@ -32,7 +32,7 @@ def write_report(run_folder: Path) -> Path:
     """
     run = read_run(run_folder)
     page = document(f"{run.name} – mmgrpo report", _header(run), _sections(run))
-    return write_page(Path(run_folder) / "report.html", page)
+    return write_page(Path(out or Path(run_folder) / "report.html"), page)
 
 
 def write_page(path: Path, page: str) -> Path:
