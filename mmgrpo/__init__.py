@@ -3,7 +3,6 @@
 Importing this package is cheap: torch is loaded when one of the names of `mmgrpo.core` is first used.
 """
 
-import tomllib
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,6 +21,8 @@ def _is_checkout(root: Path) -> bool:
     project = root / "pyproject.toml"
     if not project.is_file():
         return False
+    import tomllib  # half of what importing this package costs, and an installed one does not need it
+
     with project.open("rb") as file:
         return tomllib.load(file).get("project", {}).get("name") == "mmgrpo"
 
