@@ -320,7 +320,8 @@ def storage(trial: Trial) -> float:
     """save, move, load gives back every weight exactly, in place; only safetensors; an empty folder is refused."""
     with tempfile.TemporaryDirectory() as name:
         saved, empty = Path(name) / "saved", Path(name) / "empty"
-        saved.mkdir(), empty.mkdir()
+        saved.mkdir()
+        empty.mkdir()
         trial.policy.save(saved)
         files = [f for f in saved.rglob("*") if f.is_file()]
         pickled = [f.name for f in files if f.suffix in _PICKLED]
@@ -344,8 +345,8 @@ def storage(trial: Trial) -> float:
 
 
 def counting(trial: Trial) -> float:
-    """`forwards` grows with rollout, infer and replay, by at least one for each row."""
-    policy, B = trial.policy, len(trial.items)
+    """`forwards` grows with rollout, infer and replay, by at least one for each group: its rollouts may share work."""
+    policy, groups = trial.policy, len(set(trial.keys.group.tolist()))
     calls: dict[str, Callable[[], Any]] = {
         "rollout": lambda: policy.rollout(trial.items, trial.keys),
         "infer": lambda: policy.infer(trial.items, trial.keys),
@@ -356,7 +357,10 @@ def counting(trial: Trial) -> float:
         before = policy.forwards
         call()
         grown = policy.forwards - before
-        need(grown >= B, f"{name} of {B} rows added {grown} to policy.forwards; count one for each row and model call")
+        need(
+            grown >= groups,
+            f"{name} of {groups} groups added {grown} to policy.forwards; count one for each row of a model call",
+        )
     return float(policy.forwards - start)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 from torch import nn
 
@@ -17,7 +18,7 @@ def frozen_copy(module: nn.Module) -> nn.Module:
 
 
 @contextmanager
-def adapters_off(module: nn.Module) -> Iterator[None]:
+def adapters_off(module: Any) -> Iterator[None]:
     """Inside, the module answers without its adapters: a peft model, or a diffusers model with `add_adapter`.
 
     Raises:

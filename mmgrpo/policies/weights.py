@@ -15,7 +15,7 @@ _WRAPPERS = ("module.", "_orig_mod.")
 
 def trained(module: nn.Module) -> dict[str, Tensor]:
     """The trainable parameters by name, without the prefixes that engines and compilers add."""
-    found = {}
+    found: dict[str, Tensor] = {}
     for name, value in module.named_parameters():
         if value.requires_grad:
             while name.startswith(_WRAPPERS):
