@@ -47,7 +47,7 @@ def run(python: Path | str, *args: str, cwd: Path, **env: str) -> str:
     """Run Python without the caller's PYTHON* variables; its output. A failure shows what it printed."""
     clean = {k: v for k, v in os.environ.items() if not k.startswith("PYTHON")} | env
     done = subprocess.run([str(python), *args], cwd=cwd, env=clean, capture_output=True, text=True, timeout=600)
-    assert done.returncode == 0, f"{args} in {cwd}:\n{done.stdout[-4000:]}\n{done.stderr[-4000:]}"
+    assert done.returncode == 0, f"in {cwd}:\n{done.stdout[-4000:]}\n{done.stderr[-4000:]}"
     return done.stdout
 
 
