@@ -6,6 +6,7 @@ import json
 import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -44,10 +45,10 @@ class Run:
 
 
 def finite(value: object) -> float | None:
-    """`value` as a float, or None where it is no finite number (None, NaN, infinity, text, true/false)."""
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
+    """`value` as a float; None for what cannot be drawn: None, NaN, text, true/false, 1e100 and more."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
         return None
-    return float(value)
+    return float(value) if abs(value) < 1e100 else None  # NaN compares false
 
 
 def read_run(folder: Path) -> Run:
@@ -63,13 +64,13 @@ def read_run(folder: Path) -> Run:
     run = Run(
         folder=folder,
         name=folder.resolve().name,
-        config=_mapping(_noted(lambda: parse(config_text, "config.yaml"), notes)),
+        config=_mapping(_noted(partial(parse, config_text, "config.yaml"), notes)),
         config_text=config_text,
-        environment=_mapping(_noted(lambda: read_environment(folder), notes)),
+        environment=_mapping(_noted(partial(read_environment, folder), notes)),
         train=_by_step(line for line in lines if line.get("kind") == "train"),
         evals=_by_step(line for line in lines if line.get("kind") == "eval"),
         samples=_samples(folder, notes),
-        summary=_mapping(_noted(lambda: read_summary(folder), notes)),
+        summary=_mapping(_noted(partial(read_summary, folder), notes)),
         notes=notes,
     )
     _describe_gaps(run)
@@ -147,7 +148,7 @@ def _samples(folder: Path, notes: list[str]) -> dict[int, dict[str, list[Sample]
     found: dict[int, dict[str, list[Sample]]] = {}
     for step in sample_steps(folder):
         for split in SPLITS:
-            entries = _noted(lambda step=step, split=split: read_samples(folder, step, split), notes)
+            entries = _noted(partial(read_samples, folder, step, split), notes)
             if isinstance(entries, list) and entries:
                 place = samples_folder(folder, step, split)
                 samples = [_sample(entry, place) for entry in entries if isinstance(entry, dict)]

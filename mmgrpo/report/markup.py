@@ -58,7 +58,7 @@ def number(value: float | None, digits: int = 3) -> str:
     elif size < 1e-3:
         text = f"{value:.{digits - 1}e}"
     else:
-        text = f"{value:.{max(digits - 1 - math.floor(math.log10(size)), 0)}f}"
+        text = f"{value:,.{max(digits - 1 - math.floor(math.log10(size)), 0)}f}"
     if "e" in text:
         mantissa, exponent = text.split("e")
         mantissa = mantissa.rstrip("0").rstrip(".") if "." in mantissa else mantissa
