@@ -9,7 +9,7 @@ demo: .venv/base.stamp
 	$(BIN)/mmgrpo train image $(ARGS)
 
 test: .venv/dev.stamp
-	$(BIN)/python -m pytest -n auto --dist loadfile -m "not slow" $(ARGS)
+	$(BIN)/python -m pytest -n logical --maxprocesses 4 --dist loadfile -m "not slow" $(ARGS)
 
 slow: .venv/dev.stamp
 	$(BIN)/python -m pytest -m slow $(ARGS)
