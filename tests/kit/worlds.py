@@ -279,7 +279,8 @@ def random_batch(
         changes: fields to replace at the end.
 
     Returns:
-        Rollouts with keys segment, kind [B,T], event [B] (a group's rows in pairs) and channels old, ref, entropy, bound.
+        Rollouts with keys segment, kind [B,T] and event [B] (a group's rows in pairs), and with channels old, ref,
+        entropy, bound.
     """
     gen = torch.Generator().manual_seed(seed)
 
