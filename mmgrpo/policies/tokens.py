@@ -235,7 +235,7 @@ class TokenPolicy:
         if not isinstance(item, Mapping) or not ("prompt" in item or "messages" in item):
             raise PolicyError(f'item {i} must be {{"prompt": text}} or {{"messages": [...]}}, got {str(item)[:80]}')
         messages = item["messages"] if "messages" in item else [{"role": "user", "content": item["prompt"]}]
-        contents = [m.get("content") for m in messages]
+        contents: list[Any] = [m.get("content") for m in messages]
         if not contents or any(not isinstance(text, str) or not text.strip() for text in contents):
             raise PolicyError(f"item {i} has a prompt that is empty or no text: {str(item)[:80]}; give it text")
         template = bool(getattr(self.tokenizer, "chat_template", None))
