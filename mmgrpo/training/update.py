@@ -121,7 +121,7 @@ def settle_old(u: Updater, batch: Rollouts, drawn: Drawn, rows: Tensor, mine: Te
     """
     batch = with_old(batch, rows[mine], old, u.ranks)
     rest = (~torch.isin(drawn.mine, rows)).nonzero()[:, 0]
-    fixed = torch.zeros(0, batch.shape[1])
+    fixed = batch.old[:0]
     if len(rest):
         with u.clock("replay"):
             payload = drawn.payload.select(rest)
