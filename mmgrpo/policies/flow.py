@@ -247,51 +247,35 @@ class FlowPolicy:
         """[r] per channel: one stochastic step of some rows."""
         step = steps[payload.common["window"][col]]
         rows = rows.to(payload.tensors["before"].device)
-        heads = branch = None
-        if col == 0:  # only before the first draw do rollouts of one origin agree
-            heads, branch = _first_of_each(payload.tensors["origin"][rows])
-        x, items = payload.tensors["before"][rows, col], [payload.items[i] for i in rows.tolist()]
-        if heads is not None and len(heads) < len(rows):
-            x, items = x[heads], [items[i] for i in heads.tolist()]
-        else:
-            branch = None
-        mu = mean(step, x, self._velocity(items), self.options.corrector_grad)
-        mu = mu if branch is None else mu[branch]
+        alone, branch = rows, None
+        if col == 0:  # up to the first draw, rollouts of one origin agree: compute each once
+            heads, places = _first_of_each(payload.tensors["origin"][rows])
+            if len(heads) < len(rows):
+                alone, branch = rows[heads], places
+        x, items = payload.tensors["before"][alone, col], [payload.items[i] for i in alone.tolist()]
+        mu = _spread(mean(step, x, self._velocity(items), self.options.corrector_grad), branch)
         out = {}
         if "logp" in channels:
             out["logp"] = log_prob(step, payload.tensors["after"][rows, col], mu, self.options.reduction)
         if "kl_ref" in channels:
-            other = self._reference_mean(payload, rows, col, step, x, items, branch)
+            if "reference_mean" not in payload.tensors:  # NaN: not computed yet
+                payload.tensors["reference_mean"] = torch.full_like(payload.tensors["before"], math.nan)
+            other = payload.tensors["reference_mean"][rows, col]
+            if bool(other.isnan().any()):
+                with self.reference(), torch.no_grad():
+                    other = _spread(mean(step, x, self._velocity(items)), branch)
+                payload.tensors["reference_mean"][rows, col] = other
             out["kl_ref"] = kl(step, mu, other, self.options.reduction)
         return {name: value.float() for name, value in out.items()}
 
-    @torch.no_grad()
-    def _reference_mean(
-        self,
-        payload: Payload,
-        rows: Tensor,
-        col: int,
-        step: Step,
-        x: Tensor,
-        items: list[Any],
-        branch: Tensor | None,
-    ) -> Tensor:
-        """[r,*shape], kept in the payload; NaN there means not computed yet."""
-        store = payload.tensors.setdefault("reference_mean", torch.full_like(payload.tensors["before"], math.nan))
-        known = store[rows, col]
-        if not bool(known.isnan().any()):
-            return known
-        with self.reference():
-            mu = mean(step, x, self._velocity(items))
-        store[rows, col] = mu = mu if branch is None else mu[branch]
-        return mu
-
     def _velocity(self, items: list[Any]) -> Velocity:
         """The model at these items, one row each, counting its evaluations."""
-        model = self._frozen if self._use_reference and self._frozen is not None else self.velocity
+        device = self.device
+        model = self.velocity
+        if self._use_reference and self._frozen is not None:
+            model = self._frozen.to(device)  # an engine moves the trained module only
         with torch.no_grad():
             cond = self.encode(items)
-        device = self.device
 
         def velocity(x: Tensor, t: float) -> Tensor:
             self.forwards += len(x)
@@ -352,6 +336,10 @@ def _finite(sample: Tensor) -> Tensor:
     if not bool(sample.isfinite().all()):
         raise PolicyError("the samples are not finite: the weights are damaged or the learning rate is too high")
     return sample
+
+
+def _spread(x: Tensor, branch: Tensor | None) -> Tensor:
+    return x if branch is None else x[branch]
 
 
 def _first_of_each(origin: Tensor) -> tuple[Tensor, Tensor]:
