@@ -9,6 +9,7 @@ from __future__ import annotations
 import ast
 import io
 import re
+import sys
 import tokenize
 import tomllib
 from collections.abc import Iterable, Iterator
@@ -46,6 +47,8 @@ MIRROR_ALLOWED: dict[str, tuple[str, str]] = {
 CORE_IMPORTS = {"torch", "mmgrpo.core"}
 NEVER_IN_REWARDS = {"diffusers", "peft"}
 HEAVY = {"torchvision", "torchaudio", "transformers", "diffusers", "peft", "accelerate", "sklearn", "open_clip"}
+# Distributions whose import name is another.
+IMPORT_NAMES = {"pillow": "PIL", "scikit-learn": "sklearn", "pyyaml": "yaml", "open_clip_torch": "open_clip"}
 # Rooms that rewards know nothing of; of pipelines, the others may know the protocol alone.
 ROOMS = [f"mmgrpo.{room}" for room in ("pipelines", "training", "policies", "sampling", "methods")]
 
@@ -240,9 +243,19 @@ def test_every_public_name_of_the_core_is_documented() -> None:
 
 
 def test_dependencies_point_one_way() -> None:
-    import sys
-
     none(wrong_imports(sources(*PACKAGE), frozenset(sys.stdlib_module_names)))
+
+
+def test_every_import_is_a_declared_dependency() -> None:
+    with (ROOT / "pyproject.toml").open("rb") as file:
+        project = tomllib.load(file)["project"]
+    extras = [text for group in project["optional-dependencies"].values() for text in group]
+    declared = {re.match(r"[\w-]+", text)[0].lower() for text in [*project["dependencies"], *extras]}  # type: ignore[index]
+    names = {IMPORT_NAMES.get(name, name) for name in declared} | set(sys.stdlib_module_names) | {"mmgrpo"}
+    found = {
+        f"{p} imports {n}" for p, t in sources(*PACKAGE).items() for n in imports(p, t) if n.split(".")[0] not in names
+    }
+    none(sorted(found))
 
 
 def test_tests_mirror_the_package() -> None:

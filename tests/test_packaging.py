@@ -23,7 +23,6 @@ pytestmark = pytest.mark.packaging
 ROOT = Path(__file__).resolve().parent.parent
 # Where a folder of the source tree is found in the wheel.
 FOLDERS = {"mmgrpo": "mmgrpo", **{name: f"mmgrpo/{name}" for name in ("pipelines", "rewards", "configs")}}
-DATA = {".yaml", ".safetensors", ".npz", ".json", ".jsonl", ".html", ".css", ".js", ".txt", ".typed"}
 NAMES = ["mmgrpo", "mmgrpo.pipelines", "mmgrpo.rewards", "mmgrpo.configs"]
 
 
@@ -32,7 +31,7 @@ def source_files() -> dict[str, Path]:
     files = {}
     for folder, target in FOLDERS.items():
         for path in sorted((ROOT / folder).rglob("*")):
-            if path.is_file() and "__pycache__" not in path.parts and (path.suffix == ".py" or path.suffix in DATA):
+            if path.is_file() and "__pycache__" not in path.parts:
                 files[f"{target}/{path.relative_to(ROOT / folder).as_posix()}"] = path
     return files
 
