@@ -117,6 +117,11 @@ class FlowPolicy:
         self._use_reference = False
 
     @property
+    def reduction(self) -> str:
+        """How log-probs are reduced over dimensions; the trainer's tolerance for replayed log-probs depends on it."""
+        return self.options.reduction
+
+    @property
     def device(self) -> torch.device:
         """Where the model's parameters are."""
         return next(iter(self.velocity.parameters())).device
