@@ -52,6 +52,8 @@ def sample(args: Namespace) -> None:
     """Write samples of a run's checkpoint, one file each, and print their names."""
     if args.count < 1:
         raise UserError(f"--count {args.count}: give at least 1")
+    if Path(args.out).is_dir() and any(Path(args.out).iterdir()):
+        raise UserError(f"--out {args.out}: this folder is not empty; choose another, so that nothing is overwritten")
     folder = require_run(args.run)
     config, _ = _open(args.run, [])
     parts, _, ranks = _load(config, folder, args.step)

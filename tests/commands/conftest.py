@@ -60,7 +60,9 @@ class Toy:
     def __init__(self, options: ToyOptions, policy: FlowOptions) -> None:
         self.prompts: list[Any] = [{"level": i} for i in range(options.levels)]
         self.heldout: list[Any] = [{"level": 7}]
-        self.policy = FlowPolicy(Velocity(), lambda items: torch.tensor([i["level"] / 10 for i in items]), (1, 4, 4), policy)
+        self.policy = FlowPolicy(
+            Velocity(), lambda items: torch.tensor([i["level"] / 10 for i in items]), (1, 4, 4), policy
+        )
 
     def decode(self, payload: Any) -> dict[str, Any]:
         return {"image": payload.tensors["sample"].clamp(0, 1)}
