@@ -60,7 +60,7 @@ def evaluation_rows(prompts: Sequence[Any], samples: int, seed: int, split: str)
     step = EVALUATION_STEP[split]
     order = integers(Keys(seed, step, none, none).per_step("evaluation"), len(prompts), len(prompts))
     row = torch.arange(samples)
-    keys = Keys(seed, step, row % len(prompts), row // len(prompts))
+    keys = Keys(seed, step, row, torch.zeros_like(row))  # a group each: a policy may share its noise within a group
     return [prompts[order[int(i) % len(prompts)]] for i in row], keys
 
 
