@@ -1,0 +1,193 @@
+"""Make the embedded model and its two readers from scratch: `python -m mmgrpo.pipelines.pretrain --out FOLDER`.
+
+Real digits, a fixed seed, one thread, about two minutes. The model learns from captions of which some words are wrong,
+as captions found on the web are: it draws clean digits but often not the asked ones. That is what GRPO then repairs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import math
+import sys
+import time
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from ..rewards.digits import COLOURS, GROUNDS, NO_DIGIT, Judge, Reader, render
+from .digits_model import DigitFlow, weights_hash
+from .digits_world import TRAIN_DIGITS, data_hash, real_digits
+
+STEPS = 1000
+READER_STEPS, JUDGE_STEPS = 500, 800
+BATCH = 128
+WRONG = (0.1, 0.35, 0.05)  # share of captions whose colour, digit, ground is a random word
+SIZES = (len(COLOURS), 10, len(GROUNDS))
+
+
+def train_flow(steps: int = STEPS, seed: int = 0) -> DigitFlow:
+    """Rectified flow with logit-normal t: the running mean of the weights after `steps` steps of 128 pictures.
+
+    The loss is the squared error of the velocity, with 1/t^2 held at its value of t = 0.15.
+    """
+    torch.manual_seed(seed)
+    model = DigitFlow()
+    mean = copy.deepcopy(model)
+    draw = torch.Generator().manual_seed(seed)
+    ink, digit = real_digits("train")
+    optimizer = torch.optim.AdamW(model.parameters(), 2e-3, betas=(0.9, 0.99), weight_decay=0.0)
+    for step in range(steps):
+        for group in optimizer.param_groups:
+            group["lr"] = 2e-3 * min(1.0, (step + 1) / 20) * (0.5 + 0.5 * math.cos(math.pi * step / steps))
+        rows = torch.randint(TRAIN_DIGITS, (BATCH,), generator=draw)
+        truth = torch.stack([torch.randint(n, (BATCH,), generator=draw) for n in SIZES], 1)
+        truth[:, 1] = digit[rows]
+        x0 = 2 * render(ink[rows], truth) - 1
+        t = torch.sigmoid(torch.randn(BATCH, generator=draw))
+        level = t[:, None, None, None]
+        noise = torch.randn(x0.shape, generator=draw)
+        error = model.clean((1 - level) * x0 + level * noise, t, _caption(truth, draw)) - x0
+        _step(model, optimizer, (error.square() / level.clamp(min=0.15).square()).mean())
+        with torch.no_grad():
+            for average, value in zip(mean.parameters(), model.parameters(), strict=True):
+                average.lerp_(value, 1 - min(0.99, (step + 1) / (step + 10)))
+        _progress("model", step, steps)
+    return mean
+
+
+def _caption(truth: Tensor, draw: torch.Generator) -> Tensor:
+    """Word indices [B,3] of captions in which some words were replaced by random ones."""
+    words, offset = [], 0
+    for i, (size, wrong) in enumerate(zip(SIZES, WRONG, strict=True)):
+        replaced = torch.rand(len(truth), generator=draw) < wrong
+        words.append(offset + torch.where(replaced, torch.randint(size, (len(truth),), generator=draw), truth[:, i]))
+        offset += size
+    return torch.stack(words, 1)
+
+
+def train_reader(steps: int = READER_STEPS, seed: int = 0) -> Reader:
+    """The reward's reader: slightly warped, noisy ink of the 1,400 training digits, a fifth of it no digit."""
+    torch.manual_seed(seed)
+    model, draw = Reader(), torch.Generator().manual_seed(seed)
+    ink, digit = real_digits("train")
+    optimizer, schedule = _adam(model, steps, 3e-3, 1e-2)
+    for step in range(steps):
+        rows = torch.randint(TRAIN_DIGITS, (BATCH,), generator=draw)
+        others = ink[torch.randint(TRAIN_DIGITS, (BATCH // 4,), generator=draw)]
+        batch = _warp(ink[rows], draw)
+        batch = torch.cat([batch, _no_digits(batch[: len(others)], others, draw)])
+        strength = 0.15 * torch.rand(len(batch), 1, 1, 1, generator=draw)
+        batch = (batch + strength * torch.randn(batch.shape, generator=draw)).clamp(0, 1)
+        target = torch.cat([digit[rows], torch.full((len(others),), NO_DIGIT)])
+        _step(model, optimizer, F.cross_entropy(model(batch), target, label_smoothing=0.02))
+        schedule.step()
+        _progress("reader", step, steps)
+    return model
+
+
+def _no_digits(some: Tensor, others: Tensor, draw: torch.Generator) -> Tensor:
+    """As many pictures as `some`, drawn from blends, noise (empty pictures at its weak end) and halves of digits."""
+    n = len(some)
+    noise = torch.rand(others.shape, generator=draw) * torch.rand(n, 1, 1, 1, generator=draw)
+    halves = others.clone()
+    halves[: n // 2, :, : others.shape[2] // 2] = 0
+    halves[n // 2 :, :, :, others.shape[3] // 2 :] = 0
+    return torch.cat([(some + others) / 2, noise, halves])[torch.randperm(3 * n, generator=draw)[:n]]
+
+
+def train_judge(steps: int = JUDGE_STEPS, seed: int = 1) -> Judge:
+    """The unseen judge: raw pictures of the 397 digits that nothing else was trained on, warped and noisy."""
+    torch.manual_seed(seed)
+    model, draw = Judge(), torch.Generator().manual_seed(seed)
+    ink, digit = real_digits("judge")
+    optimizer, schedule = _adam(model, steps, 2e-3, 5e-2)
+    for step in range(steps):
+        rows = torch.randint(len(ink), (BATCH,), generator=draw)
+        truth = torch.stack([torch.randint(n, (BATCH,), generator=draw) for n in SIZES], 1)
+        truth[:, 1] = digit[rows]
+        pictures = render(_warp(ink[rows], draw), truth)
+        strength = 0.1 * torch.rand(BATCH, 1, 1, 1, generator=draw)
+        pictures = pictures + strength * torch.randn(pictures.shape, generator=draw)
+        losses = [
+            F.cross_entropy(logits, truth[:, i], label_smoothing=0.05) for i, logits in enumerate(model(pictures))
+        ]
+        _step(model, optimizer, losses[0] + losses[1] + losses[2])
+        schedule.step()
+        _progress("judge", step, steps)
+    return model
+
+
+def _warp(ink: Tensor, draw: torch.Generator) -> Tensor:
+    """Turned by up to 9 degrees, scaled by up to 10 %, shifted by up to half a pixel."""
+    n = len(ink)
+    angle = 0.3 * (torch.rand(n, generator=draw) - 0.5)
+    scale = 1 + 0.2 * (torch.rand(n, 2, generator=draw) - 0.5)
+    matrix = torch.zeros(n, 2, 3)
+    matrix[:, 0, 0], matrix[:, 0, 1] = angle.cos() * scale[:, 0], -angle.sin()
+    matrix[:, 1, 0], matrix[:, 1, 1] = angle.sin(), angle.cos() * scale[:, 1]
+    matrix[:, :, 2] = 0.2 * (torch.rand(n, 2, generator=draw) - 0.5)
+    return F.grid_sample(ink, F.affine_grid(matrix, list(ink.shape), align_corners=False), align_corners=False)
+
+
+def _adam(
+    model: nn.Module, steps: int, lr: float, decay: float
+) -> tuple[torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler]:
+    optimizer = torch.optim.AdamW(model.parameters(), lr, weight_decay=decay)
+    return optimizer, torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps)
+
+
+def _step(model: nn.Module, optimizer: torch.optim.Optimizer, loss: Tensor) -> None:
+    optimizer.zero_grad()
+    loss.backward()
+    nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    optimizer.step()
+
+
+def _progress(what: str, step: int, steps: int) -> None:
+    if sys.stderr.isatty():
+        print(f"\r{what}: {step + 1} of {steps}", end="" if step + 1 < steps else "\n", file=sys.stderr, flush=True)
+
+
+def save(model: nn.Module, file: Path, steps: int, seed: int) -> None:
+    """Write the weights as safetensors, with how they were made and a hash of them in the metadata."""
+    from safetensors.torch import save_file
+
+    state = {name: value.detach().contiguous() for name, value in model.state_dict().items()}
+    metadata = {
+        "script": "python -m mmgrpo.pipelines.pretrain",
+        "seed": str(seed),
+        "steps": str(steps),
+        "digits_sha256": data_hash(),
+        "weights_sha256": weights_hash(state),
+        "torch": torch.__version__,
+    }
+    save_file(state, file, metadata=metadata)
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Train all three and write them to --out."""
+    parser = argparse.ArgumentParser(prog="python -m mmgrpo.pipelines.pretrain", description=__doc__)
+    parser.add_argument("--out", type=Path, required=True, help="folder for the three safetensors files")
+    parser.add_argument("--steps", type=int, default=STEPS, help="steps of the model (default: %(default)s)")
+    parser.add_argument("--reader-steps", type=int, default=READER_STEPS, help="steps of the reader")
+    parser.add_argument("--judge-steps", type=int, default=JUDGE_STEPS, help="steps of the judge")
+    parser.add_argument("--seed", type=int, default=0, help="of the model and the reader; the judge's is one more")
+    options = parser.parse_args(arguments)
+    torch.set_num_threads(1)  # more threads sum in another order
+    options.out.mkdir(parents=True, exist_ok=True)
+    for name, train, steps, seed in (
+        ("digits_flow", train_flow, options.steps, options.seed),
+        ("digit_reader", train_reader, options.reader_steps, options.seed),
+        ("digit_judge", train_judge, options.judge_steps, options.seed + 1),
+    ):
+        start = time.perf_counter()
+        file = options.out / f"{name}.safetensors"
+        save(train(steps, seed), file, steps, seed)
+        print(f"{file}: {steps} steps, {time.perf_counter() - start:.0f} s")
+
+
+if __name__ == "__main__":
+    main()
