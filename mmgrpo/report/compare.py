@@ -97,7 +97,7 @@ def _differences(runs: list[Run], names: list[str]) -> Html:
     ]
     if not rows:
         return el("p", "The configurations are the same.", class_="empty")
-    return table(["Key", *names], rows, caption="Only keys that differ; all others are equal")
+    return table(["Key", *names], rows, caption="Only keys that differ; all others are equal", kind="texts")
 
 
 def _curves(runs: list[Run], names: list[str]) -> Html:

@@ -225,7 +225,7 @@ def _prompt_table(run: Run, split: str) -> Html | None:
         rows.append(row)
     more = len({*before, *after}) - len(rows)
     note = el("p", f"The first {MAX_ROWS} prompts are shown, {more} are left out.", class_="note") if more > 0 else None
-    grid = table(head, rows, caption=f"{TITLES[split]}: mean score of the saved samples", sortable=True)
+    grid = table(head, rows, caption=f"{TITLES[split]}: mean score of the saved samples", kind="sortable")
     return join(grid, note) if split == "heldout" else fold(TITLES[split], grid, note)
 
 

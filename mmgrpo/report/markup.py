@@ -80,8 +80,9 @@ def change(before: float | None, after: float | None) -> str:
     return "0" if difference == 0 else text if text.startswith("−") else f"+{text}"
 
 
-def table(head: list[object], rows: list[list[object]], *, caption: str, sortable: bool = False) -> Html:
-    """A table with column headers; the first cell of a row heads the row. Sorting is added by the page's script."""
+def table(head: list[object], rows: list[list[object]], *, caption: str, kind: str | None = None) -> Html:
+    """A table with column headers; the first cell of a row heads the row. `kind`: `sortable` (by the page's script)
+    or `texts` (cells of words, not numbers)."""
     top = el("tr", *(el("th", cell, scope="col") for cell in head))
     body = [el("tr", el("th", row[0], scope="row"), *(el("td", cell) for cell in row[1:])) for row in rows]
     grid = el(
@@ -89,6 +90,6 @@ def table(head: list[object], rows: list[list[object]], *, caption: str, sortabl
         el("caption", caption),
         el("thead", top),
         el("tbody", *body),
-        class_="sortable" if sortable else None,
+        class_=kind,
     )
     return el("div", grid, class_="scroll", tabindex="0", role="region", aria_label=caption)

@@ -212,7 +212,12 @@ def _config(run: Run) -> Html:
     missing = el("p", "config.yaml is missing.", class_="empty")
     rows = [[key, value] for key, value in flatten(run.environment)]
     versions = (
-        table(["Entry", "Value"], [[key, el("span", value)] for key, value in rows], caption="Versions and environment")
+        table(
+            ["Entry", "Value"],
+            [[key, el("span", value)] for key, value in rows],
+            caption="Versions and environment",
+            kind="texts",
+        )
         if rows
         else el("p", "environment.json is missing or empty.", class_="empty")
     )

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from PIL import Image
 
-from mmgrpo.report.data import read_run
+from mmgrpo.report.data import Run, read_run
 from mmgrpo.report.gallery import Budget, galleries, media, prompt_tables
 from tests.kit.run_folder import CONFIG, make_run, write_samples
 from tests.kit.web_page import Page
@@ -18,7 +18,8 @@ def entry(caption: str, score: float | None = 0.5, **more: object) -> dict:
     return {"caption": caption, "file": None, "media": "text", "text": "said", "scores": {"digits": score}, **more}
 
 
-def run_with(folder: Path, before: list[dict], after: list[dict]):
+def run_with(folder: Path, before: list[dict], after: list[dict]) -> Run:
+    folder.mkdir(exist_ok=True)
     (folder / "config.yaml").write_text(CONFIG)
     write_samples(folder, 0, "heldout", before)
     write_samples(folder, 20, "heldout", after)
@@ -32,6 +33,15 @@ def test_pairs_show_the_same_item_twice(tmp_path: Path) -> None:
     assert len(pairs) == 4
     assert pairs[0].text.startswith("a red 0 on white") and "Before" in pairs[0].text and "After" in pairs[0].text
     assert page.all("img", "pixel"), "small pictures keep sharp pixels"
+
+
+def test_a_gallery_has_a_bound(tmp_path: Path) -> None:
+    many = [entry(f"item {i}") for i in range(30)]
+    html = galleries(run_with(tmp_path / "two", many, many), Budget())
+    assert len(Page(html).all("article", "pair")) == 24 and "6 are left out" in html
+    write_samples(tmp_path / "two", 20, "heldout", [])
+    html = galleries(read_run(tmp_path / "two"), Budget())
+    assert len(Page(html).all("article", "pair")) == 24 and "6 are left out" in html
 
 
 def test_samples_without_partner_are_counted(tmp_path: Path) -> None:
