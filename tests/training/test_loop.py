@@ -13,11 +13,10 @@ from safetensors.torch import load_file
 
 from mmgrpo.core import recipe
 from mmgrpo.core.penalty import KL
-from mmgrpo.errors import UserError
+from mmgrpo.errors import Interrupted, UserError
 from mmgrpo.run import checkpoint_steps, read_metrics, read_samples, read_summary
 from mmgrpo.training.checkpoint import latest_checkpoint
 from mmgrpo.training.distributed import TrainingError
-from mmgrpo.training.loop import Interrupted
 from mmgrpo.training.optim import Hooks
 from tests.kit.toy_policy import GaussianToy, SymbolToy, near, positive, toy_config, toy_fit
 
