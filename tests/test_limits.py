@@ -40,7 +40,18 @@ METHOD_ALLOWED: dict[tuple[str, str], str] = {}
 # Modules whose tests lie under another name: module -> (test file, reason).
 MIRROR_ALLOWED: dict[str, tuple[str, str]] = {
     "mmgrpo/__init__.py": ("test_packaging.py", "what it does is how the package is found"),
-    "mmgrpo/__main__.py": ("test_packaging.py", "two lines, run as a command there"),
+    "mmgrpo/core/recipes.py": ("core/test_identity.py", "every recipe, by the weight it gives to a success rate"),
+    "mmgrpo/core/stage.py": ("core/test_algorithm.py", "declaring and building stages shows in what is built of them"),
+    "mmgrpo/policies/compare.py": ("policies/test_flow.py", "compares the kernels of that policy"),
+    "mmgrpo/policies/conformance.py": ("policies/test_base.py", "the promises behind base.check_policy"),
+    "mmgrpo/policies/reference.py": ("policies/test_base.py", "two helpers of every policy, beside the protocol"),
+    "mmgrpo/policies/weights.py": ("policies/test_base.py", "saving and loading, beside the protocol"),
+    "mmgrpo/policies/windows.py": ("policies/test_flow.py", "the steps that policy trains"),
+    "mmgrpo/training/build.py": ("training/test_loop.py", "puts a run together: seen in whole runs"),
+    "mmgrpo/training/clock.py": ("training/test_loop.py", "the seconds in a run's metrics"),
+    "mmgrpo/training/replay.py": ("training/test_step.py", "one helper of the step"),
+    "mmgrpo/training/session.py": ("training/test_loop.py", "what a run holds between its steps"),
+    "mmgrpo/training/update.py": ("training/test_loop.py", "the updates of a step: seen in whole runs"),
 }
 
 # What may be imported from where, outside of the standard library (rooms of mmgrpo by their folder).

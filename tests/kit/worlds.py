@@ -289,8 +289,7 @@ def random_batch(
 
     lengths = torch.randint(1, T + 1, (B,), generator=gen)
     lengths[0] = T
-    mask = torch.arange(T) < lengths[:, None]
-    mask &= torch.rand(B, T, generator=gen) > 0.15
+    mask = (torch.arange(T) < lengths[:, None]) & (torch.rand(B, T, generator=gen) > 0.15)
     mask[:, 0] = True
     mask[1] = False
     logp = -1.0 - torch.rand(B, T, generator=gen, dtype=F64)
@@ -307,8 +306,7 @@ def random_batch(
         logp = logp.masked_fill(~mask, math.nan)
         channels = {name: value.masked_fill(~mask, math.nan) for name, value in channels.items()}
     group = ragged_groups(B, gen)
-    place = (group[:, None] == group).tril(-1).sum(1)
-    batch = Rollouts(
+    return Rollouts(
         logp=logp,
         mask=mask,
         group=group,
@@ -316,11 +314,10 @@ def random_batch(
         keys={
             "segment": torch.arange(T).div(2, rounding_mode="floor").expand(B, T).contiguous(),
             "kind": (torch.arange(T) >= T // 2).long().expand(B, T).contiguous(),
-            "event": 100 * group + place // 2,
+            "event": 100 * group + (group[:, None] == group).tril(-1).sum(1) // 2,
         },
         channels=channels,
-    )
-    return batch.replace(**changes)
+    ).replace(**changes)
 
 
 def channels_for(names: Sequence[str], batch: Rollouts, seed: int = 0, drift: float = 0.3) -> dict[str, Tensor]:
