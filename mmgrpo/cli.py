@@ -207,8 +207,8 @@ def _leftover(word: str, parser: _Parser) -> str:
     if not word.startswith("-"):
         hint = f"to change the config, write --set {word}" if "=" in word and "--set" in known else ""
         return f"unexpected argument {word!r}; {hint or f'see `{parser.prog} --help`'}"
-    hint = nearest(word.partition("=")[0], known)
-    return f"unknown option {word!r}; " + (f"did you mean {hint}?" if hint else f"there are: {', '.join(known)}")
+    close = nearest(word.partition("=")[0], known)
+    return f"unknown option {word!r}; " + (f"did you mean {close}?" if close else f"there are: {', '.join(known)}")
 
 
 def is_user_error(error: BaseException) -> bool:
@@ -240,6 +240,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     except Exception as error:
+        if not debug and type(error).__name__ == "OutOfMemoryError":
+            _say("the GPU is out of memory; lower training.chunk (it does not change results), or use a smaller model")
+            return 2
         if debug or not is_user_error(error):
             raise
         _say(str(error))

@@ -10,7 +10,7 @@ import os
 import platform
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -55,9 +55,8 @@ class Run:
         run = cls(folder, writes)
         if not writes:
             return run
+        require_free(run.folder)
         with writing(run.folder):
-            if run.folder.is_dir() and (there := _contents(run.folder)):
-                raise RunError(_occupied(run.folder, there))
             run.folder.mkdir(parents=True, exist_ok=True)
         run._acquire()
         try:
@@ -165,17 +164,20 @@ class Run:
         self.write_text("metrics.jsonl", "".join(json.dumps(r, ensure_ascii=False) + "\n" for r in kept))
 
 
-def _contents(folder: Path) -> list[str]:
-    return sorted(path.name for path in folder.iterdir() if path.name != "run.lock")
-
-
-def _occupied(folder: Path, there: Sequence[str]) -> str:
+def require_free(folder: str | Path) -> Path:
+    """The folder, if a new run can begin there: it is not there yet, or empty. Raises RunError with the cure."""
+    folder = Path(folder)
+    with writing(folder):
+        there = sorted(p.name for p in folder.iterdir() if p.name != "run.lock") if folder.is_dir() else []
     if "config.yaml" in there:
-        return (
+        raise RunError(
             f"{folder} already holds a run. Continue it with `mmgrpo resume {folder}`, or start a new one elsewhere "
             "with --set run.folder=NAME"
         )
-    return f"{folder} is not empty (it holds {', '.join(there[:3])}). Choose another with --set run.folder=NAME"
+    if there:
+        held = ", ".join(there[:3])
+        raise RunError(f"{folder} is not empty (it holds {held}). Choose another with --set run.folder=NAME")
+    return folder
 
 
 def _finite(value: Any) -> Any:

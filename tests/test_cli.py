@@ -12,6 +12,7 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
+import torch
 from mmgrpo.pipelines.base import PipelineError
 from mmgrpo.rewards.base import RewardError
 
@@ -124,6 +125,15 @@ def test_a_bug_shows_its_traceback_and_debug_shows_all(stub: ModuleType, monkeyp
     monkeypatch.setenv("MMGRPO_DEBUG", "1")
     with pytest.raises(UserError, match="known"):
         main(["train"])
+
+
+def test_out_of_memory_names_the_cure(stub: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
+    def train(args: Namespace) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+
+    stub.train = train  # type: ignore[attr-defined]
+    code, _, err = run("train", "image", capsys=capsys)
+    assert code == 2 and err.startswith("mmgrpo: the GPU is out of memory; lower training.chunk")
 
 
 def test_is_user_error() -> None:

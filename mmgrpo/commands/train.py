@@ -7,13 +7,13 @@ from pathlib import Path
 
 from ..config import RunSection, load_config
 from ..errors import Interrupted
-from ..run import checkpoint_steps, default_folder, require_run
+from ..run import checkpoint_steps, default_folder, require_free, require_run
 
 
 def train(args: Namespace) -> None:
     """Train as the config says, in a new folder."""
     config = load_config(args.config, args.overrides)
-    folder = default_folder(config)  # fixed here, so that Ctrl-C at any moment can say what is there
+    folder = require_free(default_folder(config))  # fixed here, so that Ctrl-C at any time can say what is there
     from ..training import train as start
 
     try:

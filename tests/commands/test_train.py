@@ -10,6 +10,7 @@ import pytest
 from mmgrpo import training
 from mmgrpo.cli import main
 from mmgrpo.commands.train import saved
+from mmgrpo.config import Section, load_config
 from mmgrpo.run import read_config, read_metrics, read_summary
 
 
@@ -70,3 +71,20 @@ def test_interrupts_say_what_is_saved(
     assert capsys.readouterr().err == said
     (Path("runs/a") / "checkpoints" / "step_000020").mkdir(parents=True)
     assert saved(Path("runs/a")) == "stopped; step 20 is saved; continue with `mmgrpo resume runs/a`"
+
+
+def test_training_reads_every_option(toy: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    sections = {name: type(part) for name, part in load_config(str(toy)) if isinstance(part, Section)}
+    read: set[tuple[type, str]] = set()
+    original = Section.__getattribute__
+
+    def record(self: Section, name: str) -> object:
+        read.add((type(self), name))
+        return original(self, name)
+
+    monkeypatch.setattr(Section, "__getattribute__", record)
+    assert main(["train", str(toy), "--set", "run.folder=runs/a"]) == 0
+    unread = [
+        f"{path}.{name}" for path, kind in sections.items() for name in kind.model_fields if (kind, name) not in read
+    ]
+    assert unread == []
