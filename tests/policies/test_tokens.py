@@ -21,13 +21,13 @@ from tests.kit.tiny_lm import (
     build_model,
     build_policy,
     build_tokenizer,
-    copy_reward,
     even_reward,
+    last_reward,
     prompts,
 )
 
 FAMILIES = ["llama", "qwen2", "gpt2"]
-ITEMS = [{"prompt": p} for p in ("c1:", "c123456:", "c42:")]
+ITEMS = [{"prompt": p} for p in ("l1:", "l123456:", "l42:")]
 
 
 def tiny(family: str = "llama", model: dict[str, Any] | None = None, **options: Any) -> TokenPolicy:
@@ -385,18 +385,18 @@ def test_from_pretrained_says_what_is_missing(tmp_path: Path) -> None:
 
 
 def test_prompts_go_through_the_chat_template() -> None:
-    text, messages = {"prompt": "c12"}, {"messages": [{"role": "user", "content": "c12"}]}
+    text, messages = {"prompt": "l12"}, {"messages": [{"role": "user", "content": "l12"}]}
     policy = tiny()
-    assert policy.encode([text]) == [[VOCABULARY.index(c) for c in "c12"]]
+    assert policy.encode([text]) == [[VOCABULARY.index(c) for c in "l12"]]
     with pytest.raises(PolicyError, match="item 0 needs a chat template"):
         policy.encode([messages])
     with pytest.raises(PolicyError, match="item 0 needs a chat template"):
         tiny(chat=True).encode([text])
     tokenizer = build_tokenizer(CHAT_TEMPLATE)
     chat = TokenPolicy(build_model(), tokenizer, TokenOptions(max_new_tokens=6))
-    assert chat.encode([text, messages]) == [[VOCABULARY.index(c) for c in "c12:"]] * 2
+    assert chat.encode([text, messages]) == [[VOCABULARY.index(c) for c in "l12:"]] * 2
     plain = TokenPolicy(build_model(), tokenizer, TokenOptions(max_new_tokens=6, chat=False))
-    assert plain.encode([text]) == [[VOCABULARY.index(c) for c in "c12"]]
+    assert plain.encode([text]) == [[VOCABULARY.index(c) for c in "l12"]]
 
 
 @pytest.mark.parametrize(
@@ -406,8 +406,8 @@ def test_prompts_go_through_the_chat_template() -> None:
         ({"prompt": "  \n"}, "item 1 has a prompt that is empty"),
         ({"prompt": 3}, "item 1 has a prompt that is empty or no text"),
         ({"messages": []}, "item 1 has a prompt that is empty"),
-        ("c1:", "item 1 must be"),
-        ({"text": "c1:"}, "item 1 must be"),
+        ("l1:", "item 1 must be"),
+        ({"text": "l1:"}, "item 1 must be"),
         ({"prompt": "1" * 59}, "59 prompt tokens and 6 new ones are more than the model's 64 positions"),
     ],
 )
@@ -459,9 +459,9 @@ def test_the_toy_pipeline_decodes_scores_and_saves(tmp_path: Path) -> None:
     assert pipeline.guards(samples, items)["length"] == sum(map(len, samples["text"])) / 3
 
     class Batch:
-        prompts = [{"target": "12"}, {"target": "12"}, {"target": "1"}, {"target": "12"}]
-        samples = {"text": ["12", "13", "", "2222"]}
+        prompts = [{"target": "1"}, {"target": "2"}, {"target": "1"}, {"target": "2"}]
+        samples = {"text": ["1", "32", "", "2222"]}
 
-    assert copy_reward(Batch) == [1.0, 0.5, 0.0, 0.25]
-    assert even_reward(Batch) == [0.5, 0.0, 0.0, 1.0]
+    assert last_reward(Batch) == [1.0, 0.0, 0.0, 0.25]
+    assert even_reward(Batch) == [0.0, 0.5, 0.0, 1.0]
     assert prompts("even")[0][0] == {"prompt": "e0:", "target": "0"}
