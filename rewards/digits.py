@@ -99,7 +99,7 @@ def digits() -> Reward:
     multiplied, so that a picture that is right in one of them is preferred to one that is right in none.
     """
     parts = ((0.5, digit()), (0.3, colours()), (0.2, ground()))
-    return lambda batch, ctx: sum(share * torch.as_tensor(part(batch, ctx)) for share, part in parts)
+    return lambda batch, ctx: torch.stack([share * torch.as_tensor(part(batch, ctx)) for share, part in parts]).sum(0)
 
 
 def digit() -> Reward:
