@@ -85,8 +85,8 @@ def memory(config: RunConfig, parts: Parts, cost: Cost, reference: str) -> list[
         f"{rows} recorded rollouts": int(cost.payload * rows),
     }
     lines = [f"{sum(p.numel() for p in trained):,} of {sum(p.numel() for p in every):,} parameters are trained"]
-    lines += [f"{name:<28}{_size(n):>10}" for name, n in parts_of_it.items() if n]
-    lines.append(f"{'in all':<28}{_size(sum(parts_of_it.values())):>10}  (activations as measured here, in float32)")
+    lines += [f"{name:<34}{_size(n):>10}" for name, n in parts_of_it.items() if n]
+    lines.append(f"{'in all':<34}{_size(sum(parts_of_it.values())):>10}  (activations as measured here, in float32)")
     return lines
 
 

@@ -41,7 +41,7 @@ def test_memory_adds_up(toy: Path) -> None:
     config = resolve_config(load_config(str(toy), ["training.ema=0.9"]))
     lines = memory(config, build(config), Cost([], 3, 100.0, 10.0), "copy")
     assert lines[0] == "2 of 2 parameters are trained"
-    numbers = {line[:28].strip(): line[28:].split()[0] for line in lines[1:]}
+    numbers = {line[:34].strip(): line[34:].split()[0] for line in lines[1:]}
     assert numbers == {
         "weights": "8",
         "reference copy": "8",
