@@ -89,41 +89,45 @@ def _copy(parameters: Sequence[torch.nn.Parameter], values: Sequence[Tensor]) ->
             parameter.copy_(value)
 
 
-def optimizer_step(
-    parameters: Sequence[torch.nn.Parameter],
-    optimizer: torch.optim.Optimizer,
-    lr: float,
-    clip_norm: float | None,
-    ema: Ema | None = None,
-    hooks: Hooks | None = None,
+def clip_gradients(
+    parameters: Sequence[torch.nn.Parameter], clip_norm: float | None, hooks: Hooks | None = None
 ) -> float:
-    """Apply the gradients in `.grad` (already summed over ranks) and clear them.
+    """Run the `before_step` hooks on the gradients in `.grad` (already summed over ranks), check and clip them.
 
     Returns:
         the norm of the whole gradient before clipping.
 
     Raises:
-        TrainingError: the gradient is not finite; no parameter was changed.
+        TrainingError: the gradient is not finite.
     """
-    hooks = hooks or Hooks()
     grads = [p.grad for p in parameters if p.grad is not None]
-    for before in hooks.before_step:
+    for before in (hooks or Hooks()).before_step:
         before(grads)
-    norm = float(torch.nn.utils.get_total_norm(grads))
-    if not math.isfinite(norm):
+    norm = torch.nn.utils.get_total_norm(grads)
+    if not bool(torch.isfinite(norm)):
         bad = [i for i, g in enumerate(grads) if not bool(torch.isfinite(g).all())]
         raise TrainingError(
-            f"the gradient is not finite (norm {norm}; parameter {bad[0] if bad else '?'} of {len(grads)}); nothing "
-            "was updated. Lower optimizer.lr or the clip range, or use training.precision float32"
+            f"the gradient is not finite (norm {float(norm)}; parameter {bad[0] if bad else '?'} of {len(grads)}); "
+            "nothing was updated. Lower optimizer.lr or the clip range, or use training.precision float32"
         )
     if clip_norm is not None:
-        torch.nn.utils.clip_grads_with_norm_(parameters, clip_norm, torch.tensor(norm))
+        torch.nn.utils.clip_grads_with_norm_(parameters, clip_norm, norm)
+    return float(norm)
+
+
+def apply_gradients(
+    parameters: Sequence[torch.nn.Parameter],
+    optimizer: torch.optim.Optimizer,
+    lr: float,
+    ema: Ema | None = None,
+    hooks: Hooks | None = None,
+) -> None:
+    """One optimizer step at a learning rate, the `after_step` hooks, the running mean; the gradients are cleared."""
     for group in optimizer.param_groups:
         group["lr"] = lr
     optimizer.step()
     optimizer.zero_grad(set_to_none=True)
-    for after in hooks.after_step:
+    for after in (hooks or Hooks()).after_step:
         after(list(parameters))
     if ema is not None:
         ema.update(parameters)
-    return norm

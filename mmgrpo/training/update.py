@@ -13,7 +13,7 @@ from .agreement import Agreement, add_up, check, compare
 from .clock import Clock
 from .distributed import Ranks, merge_metrics
 from .draw import Drawn
-from .optim import Ema, Hooks, optimizer_step
+from .optim import Ema, Hooks, apply_gradients, clip_gradients
 from .replay import replay_channels
 from .step import Part, Update, backward, split_rows, weigh, with_old
 
@@ -25,7 +25,7 @@ class Updater:
     Args:
         updates: passes over a batch. minibatches: optimizer steps per pass.
         trusted, structural: tolerances of `agreement.tolerance`.
-        moved: whether an optimizer step was taken since this was last set to False.
+        moved: whether an optimizer step was begun since this was last set to False.
     """
 
     policy: Policy
@@ -95,8 +95,10 @@ def optimise(u: Updater, drawn: Drawn, A: Tensor, w: Tensor, step: int, lr: floa
                 if found.beyond and u.old == "auto" and u.updates * u.minibatches > 1 and outcome.old is not None:
                     batch = settle_old(u, batch, drawn, rows, part.mine, outcome.old)
             with u.clock("update"):
-                norm = optimizer_step(u.parameters, u.optimizer, lr, u.clip_norm, u.ema, u.hooks)
-            u.moved, first = True, False
+                norm = clip_gradients(u.parameters, u.clip_norm, u.hooks)
+                u.moved = True
+                apply_gradients(u.parameters, u.optimizer, lr, u.ema, u.hooks)
+            first = False
             replayed = float(sum(u.ranks.gather(outcome.replayed)))
             metrics += [outcome.metrics, {"grad_norm": (norm, 1.0), "replayed_rows": (replayed, 1.0)}]
     return merge_metrics(metrics)

@@ -177,6 +177,26 @@ def test_a_loss_or_gradient_that_is_not_finite_stops_and_loses_nothing(tmp_path)
     assert_same_run(tmp_path / "whole", folder)
 
 
+@pytest.mark.parametrize("error", [ZeroDivisionError, KeyboardInterrupt])
+def test_weights_that_have_moved_are_never_saved_as_those_of_the_step_before(tmp_path, error):
+    """An error between the two optimizer steps of step 4, right after the first moved the weights."""
+    whole, parts, count = tmp_path / "whole", tmp_path / "parts", 0
+    sections = dict(training={"updates": 2}, checkpoint={"every": 2})
+    toy_fit(whole, **sections)
+
+    def fail(params):
+        nonlocal count
+        count += 1
+        if count == 7:
+            raise error
+
+    with pytest.raises((ZeroDivisionError, Interrupted)):
+        toy_fit(parts, hooks=Hooks(after_step=[fail]), **sections)
+    assert checkpoint_steps(parts) == [2]
+    toy_fit(parts, resume=True, **sections)
+    assert_same_run(whole, parts)
+
+
 def test_a_structural_disagreement_stops_before_the_first_update(tmp_path):
     policy = GaussianToy()
     policy.drift = 0.5

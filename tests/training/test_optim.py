@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from mmgrpo.training.distributed import TrainingError
-from mmgrpo.training.optim import Ema, Hooks, learning_rate, optimizer_step, weights_of
+from mmgrpo.training.optim import Ema, Hooks, apply_gradients, clip_gradients, learning_rate, weights_of
 
 
 def rates(schedule, warmup=0, steps=4):
@@ -30,18 +30,20 @@ def parameters(dtype=torch.float32):
     return [a, b]
 
 
-def sgd(params):
-    return torch.optim.SGD(params, lr=99.0)
+def step(params, lr, clip_norm, ema=None, hooks=None):
+    norm = clip_gradients(params, clip_norm, hooks)
+    apply_gradients(params, torch.optim.SGD(params, lr=99.0), lr, ema, hooks)
+    return norm
 
 
 def test_a_step_clips_by_the_norm_of_the_whole_gradient_and_uses_the_given_rate():
     params = parameters()
-    assert optimizer_step(params, sgd(params), lr=0.1, clip_norm=1.0) == pytest.approx(5.0)
+    assert step(params, 0.1, 1.0) == pytest.approx(5.0)
     assert params[0].tolist() == pytest.approx([1 - 0.1 * 0.6, 2.0])
     assert params[1].item() == pytest.approx(3 - 0.1 * 0.8)
     assert params[0].grad is None
     params = parameters()
-    optimizer_step(params, sgd(params), lr=0.1, clip_norm=None)
+    step(params, 0.1, None)
     assert params[1].item() == pytest.approx(3 - 0.4)
 
 
@@ -58,7 +60,7 @@ def test_hooks_see_gradients_before_clipping_and_parameters_after_the_step():
             params[0].clamp_(max=0.95)
 
     params = parameters()
-    norm = optimizer_step(params, sgd(params), 0.1, 1.0, hooks=Hooks([project], [bound]))
+    norm = step(params, 0.1, 1.0, hooks=Hooks([project], [bound]))
     assert norm == pytest.approx(3.0)  # of the projected gradient
     assert seen[0][1].item() == 4.0 and params[1].item() == 3.0
     assert seen[1][0].tolist() == pytest.approx([0.9, 2.0])
@@ -68,7 +70,7 @@ def test_hooks_see_gradients_before_clipping_and_parameters_after_the_step():
 def test_the_running_mean_follows_and_is_lent_to_the_parameters():
     params = parameters()
     ema = Ema(params, 0.75)
-    optimizer_step(params, sgd(params), 1.0, None, ema)
+    step(params, 1.0, None, ema)
     assert ema.mean[0].tolist() == [0.75 * 1 + 0.25 * -2, 2.0]
     assert ema.mean[1].item() == 0.75 * 3 + 0.25 * -1
     own = [p.detach().clone() for p in params]
@@ -98,5 +100,5 @@ def test_a_gradient_that_is_not_finite_changes_nothing(bad):
     params[1].grad.fill_(bad)
     ema = Ema(params, 0.5)
     with pytest.raises(TrainingError, match=r"the gradient is not finite .* parameter 1 of 2.*nothing was updated"):
-        optimizer_step(params, sgd(params), 0.1, 1.0, ema)
+        step(params, 0.1, 1.0, ema)
     assert params[0].tolist() == [1.0, 2.0] and params[1].item() == 3.0 and ema.mean[1].item() == 3.0
