@@ -6,12 +6,14 @@ import math
 import statistics
 from dataclasses import dataclass
 
-from .data import Run, column, finite, judges, reward_weights
+from .data import Run, column, finite, judges, reward_weights, section
 
 RULE = (
-    "A number counts as risen or fallen only when it moved by more than its margin: two standard errors of the paired "
-    "before/after differences of the saved samples where at least eight pairs carry that score, otherwise 2 % of the "
-    "first value. The gain holds when held-out reward and every unseen judge rose and no distance to real data grew."
+    "A number counts as risen or fallen only when it moved by more than its margin: 2 % of its first value or two "
+    "standard errors, whichever is more. The standard error is that of the mean before/after difference over the "
+    "evaluated samples, with the spread of the saved pairs; it needs eight pairs that carry the score, so that a "
+    "distance has the 2 % alone. The gain holds when the held-out reward and every unseen judge rose and no distance "
+    "to real data grew."
 )
 MIN_PAIRS = 8
 RELATIVE_MARGIN = 0.02
@@ -94,25 +96,22 @@ def judge_run(run: Run) -> Verdict:
 def _verdict(reward: Change, heldout: Change, judged: list[Change], distances: list[Change]) -> tuple[str, str]:
     if heldout.move == "unknown":
         return "unknown", "No verdict: there are not two evaluations of the held-out reward to compare."
+    against = [f"the unseen judge ({_name(change)}) fell" for change in judged if change.move == "fell"]
+    against += [f"the {_in_sentence(change.label)} grew" for change in distances if change.move == "rose"]
     if heldout.move != "rose":
+        level, sentence = "warn", "No gain: the held-out reward did not move by more than its margin"
         if heldout.move == "fell":
-            return "bad", "No gain: the held-out reward fell."
-        if reward.move == "rose":
-            return "warn", "Only the training prompts gained: the held-out reward did not rise."
-        return "warn", "No gain: the held-out reward did not move by more than its margin."
-    against = [
-        f"the unseen judge ({change.key.removeprefix('heldout/')}) fell" for change in judged if change.move == "fell"
-    ]
-    against += [
-        f"the {change.label[0].lower()}{change.label[1:]} grew" for change in distances if change.move == "rose"
-    ]
+            level, sentence = "bad", "No gain: the held-out reward fell"
+        elif reward.move == "rose":
+            sentence = "Only the training prompts gained: the held-out reward did not rise"
+        return "bad" if against else level, "; ".join([sentence, *against]) + "."
     if against:
         return "bad", f"Reward hacking suspected: the held-out reward rose, but {' and '.join(against)}."
     unchecked = ["an unseen judge"] * (not judged) + ["the distance to real data"] * (not distances)
     unchecked += [change.label for change in judged + distances if change.move == "unknown"]
     if unchecked:
         return "warn", f"The held-out reward rose; not checked: {', '.join(unchecked)}."
-    flat = [change.key.removeprefix("heldout/") for change in judged if change.move != "rose"]
+    flat = [_name(change) for change in judged if change.move != "rose"]
     if flat:
         return (
             "warn",
@@ -121,11 +120,17 @@ def _verdict(reward: Change, heldout: Change, judged: list[Change], distances: l
     return "good", "The gain holds: held-out reward and unseen judge rose, and the distance to real data did not grow."
 
 
+def _name(change: Change) -> str:
+    return change.key.removeprefix("heldout/")
+
+
+def _in_sentence(label: str) -> str:
+    return label[:1].lower() + label[1:]
+
+
 def _change(run: Run, key: str, label: str) -> Change:
     before, after = _before_after(run, key)
-    margin = None if before is None else paired_margin(run, key)
-    if before is not None and margin is None:
-        margin = RELATIVE_MARGIN * abs(before)
+    margin = None if before is None else max(RELATIVE_MARGIN * abs(before), paired_margin(run, key) or 0.0)
     if before is None or after is None or margin is None:
         move = "unknown"
     elif abs(after - before) <= margin:
@@ -155,7 +160,11 @@ def _from_summary(run: Run, key: str) -> tuple[float | None, float | None]:
 
 
 def paired_margin(run: Run, key: str) -> float | None:
-    """Two standard errors of the mean paired difference over the saved samples, None with fewer than eight pairs."""
+    """Two standard errors of the mean before/after difference, None with fewer than eight saved pairs.
+
+    The spread comes from the saved pairs; the number of samples is the config's `evaluation.prompts`, of which the
+    saved ones are a part.
+    """
     split, _, name = key.partition("/")
     if len(run.samples) < 2:
         return None
@@ -168,7 +177,8 @@ def paired_margin(run: Run, key: str) -> float | None:
             differences.append(after - before)
     if len(differences) < MIN_PAIRS:
         return None
-    return 2 * statistics.stdev(differences) / math.sqrt(len(differences))
+    evaluated = finite(section(run, "evaluation").get("prompts")) or 0.0
+    return 2 * statistics.stdev(differences) / math.sqrt(max(evaluated, len(differences)))
 
 
 def total_score(scores: dict[str, float | None], name: str, weights: dict[str, float]) -> float | None:

@@ -11,12 +11,12 @@ from pathlib import Path
 
 from .checks import total_score
 from .data import Run, Sample, reward_weights
-from .markup import Html, change, el, fold, join, number, table
+from .markup import MISSING, Html, change, el, fold, join, number, table
 
 MAX_PAIRS, SHOWN_PAIRS = 24, 12
 STRIP_ITEMS, STRIP_STEPS = 6, 8
 MAX_ROWS = 300
-MAX_SIDE = 384
+MAX_SIDE, PIXEL_SIDE = 384, 128
 MAX_FILE_BYTES, MAX_PAGE_BYTES = 4_000_000, 16_000_000
 CAPTION_START = 160
 
@@ -96,12 +96,19 @@ def _pair(a: Sample, b: Sample, steps: tuple[int, int], weights: dict[str, float
 
 
 def _score_row(name: str, before: float | None, after: float | None) -> Html:
-    kind = None if before is None or after is None or before == after else ("up" if after > before else "down")
-    return el("tr", el("th", name, scope="row"), el("td", number(before, 2)), el("td", number(after, 2), class_=kind))
+    texts = [_short(before), _short(after)]
+    up = after is not None and before is not None and after > before
+    kind = None if MISSING in texts or texts[0] == texts[1] else ("up" if up else "down")
+    return el("tr", el("th", name, scope="row"), el("td", texts[0]), el("td", texts[1], class_=kind))
+
+
+def _short(score: float | None) -> str:
+    """Two decimals, or two digits of a large score; the table of scores per prompt has more."""
+    return number(score, 2) if score is None or abs(score) >= 10 else f"{score:.2f}".replace("-", "−")
 
 
 def _single(sample: Sample, step: int, budget: Budget) -> Html:
-    scores = ", ".join(f"{name} {number(score, 2)}" for name, score in sample.scores.items())
+    scores = ", ".join(f"{name} {_short(score)}" for name, score in sample.scores.items())
     content = [media(sample, f"step {step}", budget), el("p", scores, class_="note")]
     return el("article", caption(sample.caption), *content, class_="pair wide" if sample.media == "text" else "pair")
 
@@ -151,7 +158,7 @@ def _data_uri(path: Path, budget: Budget) -> tuple[str, str, bool]:
         budget.left_out += 1
         return "", f"{path.name}: left out, {len(content) / 1e6:.1f} MB", False
     budget.left -= len(uri)
-    return kind, uri, size is not None and max(size) <= 64
+    return kind, uri, size is not None and max(size) <= PIXEL_SIDE
 
 
 def _picture(content: bytes, mime: str) -> tuple[str, bytes, tuple[int, int]]:

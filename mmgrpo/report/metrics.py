@@ -33,21 +33,27 @@ def main_charts(run: Run) -> tuple[list[Html], set[str]]:
     return charts, used
 
 
-def more_charts(run: Run, used: set[str]) -> list[Html]:
-    """One chart for every other numeric metric; metrics that share the part before the slash share a chart."""
+def more_charts(run: Run, used: set[str]) -> tuple[list[Html], dict[str, float]]:
+    """Charts of every other numeric metric, and the metrics that never changed with their value.
+
+    Metrics that share the part of their name before the slash share a chart, six to each.
+    """
     groups: dict[str, list[Series]] = {}
+    constant: dict[str, float] = {}
     kinds: tuple[tuple[list[dict[str, Any]], LineKind], ...] = ((run.train, "noisy"), (run.evals, "dots"))
     for lines, kind in kinds:
-        for key in dict.fromkeys(key for line in lines for key in line):
-            if key in used or not any(finite(line.get(key)) is not None for line in lines):
-                continue
-            prefix, _, rest = key.partition("/")
-            groups.setdefault(prefix, []).append(Series(rest or key, column(lines, key), kind))
+        for key in dict.fromkeys(key for line in lines for key in line if key not in used):
+            found = [value for _, value in column(lines, key) if value is not None]
+            if len(found) > 1 and min(found) == max(found):
+                constant[key] = found[0]
+            elif found:
+                prefix, _, rest = key.partition("/")
+                groups.setdefault(prefix, []).append(Series(rest or key, column(lines, key), kind))
     charts = []
     for prefix, series in sorted(groups.items()):
-        for start in range(0, len(series), 6):  # more lines than six cannot be told apart
+        for start in range(0, len(series), 6):
             charts.append(line_chart(prefix.replace("_", " "), series[start : start + 6]))
-    return charts
+    return charts, constant
 
 
 def cost_seconds(run: Run) -> dict[str, float]:

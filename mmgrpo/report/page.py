@@ -160,8 +160,11 @@ def _curves(run: Run) -> Html:
     if not run.train and not run.evals:
         return el("p", "No metrics were recorded.", class_="empty")
     charts, used = main_charts(run)
-    more = more_charts(run, used)
-    folded = fold(f"{len(more)} more metrics", el("div", *more, class_="charts")) if more else None
+    more, constant = more_charts(run, used)
+    same = ", ".join(f"{name} {number(value)}" for name, value in constant.items())
+    still = el("p", f"Always the same: {same}.", class_="note") if constant else None
+    count = len(more) + len(constant)
+    folded = fold(f"{count} more metrics", el("div", *more, class_="charts"), still) if count else None
     reading = (
         "Legends show the last value. Bold lines are means over neighbouring steps, faint ones the values themselves."
     )

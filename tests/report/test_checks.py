@@ -14,8 +14,8 @@ CONFIG = {"rewards": [{"name": "digits", "weight": 1.0}, {"name": "ground", "wei
 
 
 def run(evals: list[dict], **parts: object) -> Run:
-    steps = [{"kind": "eval", "step": 20 * i, **line} for i, line in enumerate(evals)]
-    return Run(folder=Path(), name="run", config=CONFIG, evals=steps, **parts)  # type: ignore[arg-type]
+    steps: list[dict] = [{"kind": "eval", "step": 20 * i, **line} for i, line in enumerate(evals)]
+    return Run(folder=Path(), name="run", config={**CONFIG}, evals=steps, **parts)  # type: ignore[arg-type]
 
 
 def two(**ends: tuple[float | None, float | None]) -> Run:
@@ -38,6 +38,7 @@ OUTCOMES = [
     (dict(train=UP, heldout=SAME, judge=UP, distance=DOWN), "warn", "Only the training prompts gained"),
     (dict(train=SAME, heldout=SAME, judge=UP, distance=DOWN), "warn", "No gain"),
     (dict(train=UP, heldout=DOWN, judge=UP, distance=DOWN), "bad", "held-out reward fell"),
+    (dict(train=SAME, heldout=SAME, judge=DOWN, distance=UP), "bad", "No gain.*judge. fell; the distance to real"),
     (dict(train=UP, judge=UP, distance=DOWN), "unknown", "No verdict"),
 ]
 
@@ -81,6 +82,16 @@ def test_summary_is_read_where_the_metrics_hold_no_two_evaluations() -> None:
     assert judge_run(run([{"heldout/reward": 0.8}, {"heldout/reward": 0.9}], summary=summary)).heldout.after == 0.9
 
 
+def test_a_number_must_move_by_more_than_its_margin() -> None:
+    saved = {0: samples([0.0] * 8), 20: samples([0.0, 0.2] * 4)}  # two standard errors: .0756
+    for after, move in ((0.57, "unchanged"), (0.58, "rose"), (0.42, "fell")):
+        ends = [{"heldout/digits": 0.5}, {"heldout/digits": after}]
+        assert changes(run(ends, samples=saved))[0].move == move
+    same = {0: samples([0.5] * 8), 20: samples([0.5] * 8)}  # no spread at all: 2 % of .5
+    for after, move in ((0.509, "unchanged"), (0.511, "rose")):
+        assert changes(run([{"heldout/digits": 0.5}, {"heldout/digits": after}], samples=same))[0].move == move
+
+
 def samples(scores: list[float]) -> dict[str, list[Sample]]:
     return {"heldout": [Sample(f"item {i}", "image", None, None, {"digits": s}) for i, s in enumerate(scores)]}
 
@@ -89,6 +100,8 @@ def test_margin_is_two_standard_errors_of_the_pairs() -> None:
     pairs = run([], samples={0: samples([0.0] * 8), 20: samples([0.0, 0.2] * 4)})
     # differences 0, .2: standard deviation with ddof 1 = .1 sqrt(8/7); divided by sqrt(8), times 2
     assert paired_margin(pairs, "heldout/digits") == pytest.approx(2 * 0.1 / 7**0.5)
+    pairs.config["evaluation"] = {"prompts": 256}
+    assert paired_margin(pairs, "heldout/digits") == pytest.approx(2 * 0.1 * (8 / 7) ** 0.5 / 16)
     assert paired_margin(run([], samples={0: samples([0.0] * 7), 20: samples([0.1] * 7)}), "heldout/digits") is None
     assert paired_margin(run([], samples={0: samples([0.0] * 8)}), "heldout/digits") is None
     assert paired_margin(pairs, "guard/distance_to_real") is None

@@ -47,11 +47,12 @@ def test_values_per_kind_share_a_chart() -> None:
 
 
 def test_other_metrics_are_grouped_by_their_first_word() -> None:
-    train = [{**line, "ratio/max": 1.0, "ratio/min": 0.5, "mode": "text", "entropy": 2.0} for line in lines()]
-    run = Run(Path(), "run", train=train)
-    assert titles(more_charts(run, {"step", "kind"})) == ["entropy", "ratio"]
-    many = [{**line, **{f"part/{i}": 1.0 for i in range(13)}} for line in lines()]
-    assert titles(more_charts(Run(Path(), "run", train=many), {"step", "kind"})) == ["part"] * 3
+    train = [{**line, "ratio/max": line["step"], "ratio/min": 0.5, "mode": "text", "entropy": 2.0} for line in lines()]
+    train[1]["ratio/min"] = 0.4
+    charts, constant = more_charts(Run(Path(), "run", train=train), {"step", "kind"})
+    assert titles(charts) == ["ratio"] and constant == {"entropy": 2.0}
+    many = [{**line, **{f"part/{i}": line["step"] + i for i in range(13)}} for line in lines()]
+    assert titles(more_charts(Run(Path(), "run", train=many), {"step", "kind"})[0]) == ["part"] * 3
 
 
 def test_seconds_are_summed_and_the_rest_is_named() -> None:

@@ -58,8 +58,9 @@ def test_every_section_has_its_content(page: Page) -> None:
     titles = [e.text for e in page.all("h3") if "figure" in e.inside]
     for title in ("Reward", "Unseen judge: reader", "Distance to real images", "KL to the reference", "Clip share"):
         assert title in titles
-    for title in ("Silent share", "Gradient norm", "Learning rate", "Seconds per step", "effective group"):
+    for title in ("Silent share", "Gradient norm", "Learning rate", "Seconds per step", "rollouts per second"):
         assert title in titles
+    assert "Always the same: effective_group 8.00" in sections["curves"]
     assert "a red 0 on white" in sections["samples"] and "a red 0 on white" in sections["prompts"]
     assert "12.5" in sections["cost"] and "rollout" in sections["cost"]
     assert "lr: 1.5e-4" in sections["config"] and "2.14.1" in sections["config"]
