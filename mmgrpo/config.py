@@ -87,7 +87,11 @@ def _spec(model: type[Section]) -> Any:
             raise ValueError("a held-out reward is only reported, so nothing reads its weight; remove `weight`")
         return model.model_validate(value).model_dump(exclude_none=True)
 
-    return Annotated[dict[str, Any], BeforeValidator(check), WithJsonSchema(model.model_json_schema())]
+    schema = model.model_json_schema()
+    if model is JudgeSpec:
+        schema["not"] = {"required": ["weight"]}
+    named = {"type": "string", "description": "The name alone."}
+    return Annotated[dict[str, Any], BeforeValidator(check), WithJsonSchema({"anyOf": [named, schema]})]
 
 
 def _distinct(specs: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -334,6 +338,7 @@ def json_schema() -> dict[str, Any]:
         "type": "string",
         "description": "A ready-made name or a path: every key that this file does not set is taken from there.",
     }
+    schema["$defs"]["PipelineSection"]["properties"]["name"]["enum"] = pipelines()
     cases = []
     for name in pipelines():
         module = pipeline_module(name)
