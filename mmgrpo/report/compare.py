@@ -79,10 +79,11 @@ def _final_numbers(runs: list[Run], names: list[str]) -> Html:
         for by_key, value in zip(found, after, strict=True):
             before = by_key[key].before if key in by_key else None
             mark = "better" if value is not None and value == best else None
-            cells.append(join(f"{number(before)} → ", el("span", number(value), class_=mark)))
+            start = "" if before is None else f"{number(before)} → "
+            cells.append(join(start, el("span", number(value), class_=mark)))
         rows.append([label + (" (lower is better)" if less else ""), *cells])
     rows.append(["Last training step", *(f"{run.train[-1]['step']:g}" if run.train else MISSING for run in runs)])
-    rows.append(["Seconds in all phases", *(number(sum(cost_seconds(run).values()) or None, 4) for run in runs)])
+    rows.append(["Seconds in all phases", *(f"{sum(cost_seconds(run).values()):,.1f}" for run in runs)])
     note = el("p", "First → last evaluation of each run; the best last value is green and bold.", class_="note")
     return join(table(["Number", *names], rows, caption="Before and after by run"), note)
 
@@ -105,10 +106,10 @@ def _curves(runs: list[Run], names: list[str]) -> Html:
     evaluated = dict.fromkeys(change.key for run in runs for change in changes(run))
     labels = {change.key: change.label for run in runs for change in changes(run)}
     for key in evaluated:
-        series = [Series(name, column(run.evals, key), "dots") for run, name in zip(runs, names, strict=True)]
+        series = [Series(names[i], column(run.evals, key), "dots", i) for i, run in enumerate(runs)]
         charts.append(line_chart(labels[key], series, hint="lower is better" if is_distance(key) else ""))
     for key, kind in TRAINING.items():
-        series = [Series(name, column(run.train, key), kind) for run, name in zip(runs, names, strict=True)]
+        series = [Series(names[i], column(run.train, key), kind, i) for i, run in enumerate(runs)]
         if any(s.points for s in series):
             charts.append(line_chart(f"{key.replace('_', ' ')}, training rollouts", series))
     return el("div", *charts, class_="charts") if charts else el("p", "No metrics were recorded.", class_="empty")

@@ -58,6 +58,14 @@ def test_curves_lie_over_each_other(page: Page) -> None:
     assert "plain: 0.539 at step 0, 0.695 at step 120" in judge and "hacked: 0.539 at step 0, 0.419" in judge
 
 
+def test_a_run_keeps_its_colour_where_another_has_no_values(tmp_path: Path) -> None:
+    runs = [make_run(tmp_path / name, steps=20, samples=1) for name in ("a", "b")]
+    (runs[0] / "metrics.jsonl").write_text('{"kind": "train", "step": 1, "reward": 0.5}\n')
+    page = Page(write_comparison(runs, tmp_path / "out.html").read_text(encoding="utf-8"))
+    colours = {(e.attributes["data-name"], e.attributes["class"]) for e in page.all("path", "line")}
+    assert {("a", "line c0"), ("b", "line c1")} == {pair for pair in colours if "faint" not in pair[1]}
+
+
 def test_the_same_items_side_by_side(page: Page) -> None:
     assert len(page.all("img")) == 12 * 3
     assert "The first 12 are shown, 2 are left out." in page.text
