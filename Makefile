@@ -23,7 +23,8 @@ lint: .venv/dev.stamp
 	cd build/site && $(CURDIR)/$(BIN)/mypy --config-file $(CURDIR)/pyproject.toml -p mmgrpo
 
 bench: .venv/base.stamp
-	for file in benchmarks/*.py; do $(BIN)/python "$$file" || exit 1; done
+	$(BIN)/python -m benchmarks.core_scaling
+	$(BIN)/python -m benchmarks.train_step
 
 clean:
 	rm -rf .venv build dist *.egg-info .pytest_cache .ruff_cache .mypy_cache .hypothesis
