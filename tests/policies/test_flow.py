@@ -77,17 +77,20 @@ def test_rollout_follows_the_transitions() -> None:
     _, payload = policy.rollout(ITEMS, keys_of())
     tensors, x = payload.tensors, payload.tensors["initial"]
     assert payload.common == {"window": [1, 2], "sigmas": timetable(6, 2.0)}
-    cond = encode(ITEMS)
+    cond, drawn = encode(ITEMS), []
     for step in plan(timetable(6, 2.0), "flow_sde", window=[1, 2]):
         mu = mean(step, x, lambda x, t: policy.velocity(x, torch.full((12,), t), cond).detach())
         if step.index in (1, 2):
             assert torch.equal(tensors["before"][:, step.index - 1], x)
             z = (tensors["after"][:, step.index - 1] - mu) / step.std
-            assert 0.6 < float(z.std()) < 1.4
+            drawn.append(z)
             x = tensors["after"][:, step.index - 1]
         else:
             x = mu
     torch.testing.assert_close(x, tensors["sample"])
+    first, second = (z.flatten() for z in drawn)
+    assert all(0.8 < float(z.std()) < 1.2 and abs(float(z.mean())) < 0.2 for z in drawn)
+    assert abs(float((first * second).mean())) < 0.25  # another step, other noise
     assert all(tensors[name].dtype == torch.float32 for name in ("before", "after", "sample", "initial"))
 
 
