@@ -21,7 +21,7 @@ from ..run import Run, read_metrics
 from ..sampling.keys import Keys
 from .distributed import Ranks, metric_values, start_ranks
 from .draw import Drawn, draw_batch
-from .evaluate import evaluate, weighted_sum
+from .evaluate import EVALUATION_STEP, evaluate, weighted_sum
 from .optim import Hooks, learning_rate, weights_of
 from .progress import Bar
 from .session import Session, load_session, open_session, save_session
@@ -193,6 +193,7 @@ def _is_evaluated(session: Session) -> bool:
 def _evaluate(session: Session) -> None:
     state, u = session.state, session.updater
     forwards, start = u.policy.forwards, time.perf_counter()
+    _seed_global_generator(session.config.training.seed, EVALUATION_STEP["train"], session.ranks.index)
     with weights_of(u.parameters, u.ema.mean if u.ema is not None else None):
         record = evaluate(session.evaluator, state.step, session.run if session.ranks.main else None)
     u.policy.forwards = forwards

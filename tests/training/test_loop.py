@@ -5,6 +5,7 @@ import json
 import os
 import signal
 import threading
+from dataclasses import dataclass
 
 import pytest
 import torch
@@ -70,9 +71,28 @@ def test_a_run_learns_and_leaves_a_complete_folder(tmp_path):
     assert (folder / "report.html").is_file() and not (folder / "run.lock").exists()
 
 
+@dataclass(frozen=True)
+class Momentum:
+    """A stage with a memory: advantages plus half of the last batch's mean square."""
+
+    def init(self):
+        return {"last": torch.zeros(1, dtype=torch.float64), "batches": 0}
+
+    def apply(self, s, state):
+        new = {"last": s.advantage.square().mean().reshape(1), "batches": state["batches"] + 1}
+        return s.replace(advantage=s.advantage + 0.5 * state["last"] * state["batches"]), new
+
+
+def shaky(batch, ctx):
+    """A reward that draws from torch's global generator, as a model with dropout would."""
+    return [x + float(torch.rand(())) for x in near(batch, ctx)]
+
+
 @pytest.mark.parametrize(
     "case",
     [
+        dict(transform=Momentum()),
+        dict(rewards={"shaky": (1.0, shaky)}),
         dict(),
         dict(training={"ema": 0.5, "updates": 2, "minibatches": 2}, optimizer={"schedule": "cosine", "warmup": 1}),
         dict(policy=SymbolToy, sampling={"refill": 2}, evaluation={"every": 1}, penalty=True),
@@ -83,7 +103,7 @@ def test_two_and_two_steps_are_four(tmp_path, case):
     case = dict(case)
     make, name = case.pop("policy", GaussianToy), case.pop("recipe", "grpo")
     penalty = [KL("k3", 0.1), KL("exact", 0.1)] if case.pop("penalty", False) else []
-    algorithm = recipe(name, penalty=penalty)
+    algorithm = recipe(name, penalty=penalty, transform=case.pop("transform", ()))
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     toy_fit(whole, make(), algorithm, **case)
 
