@@ -11,7 +11,6 @@ from pydantic import ValidationError
 from torch import Tensor, nn
 
 from mmgrpo.policies.base import Chunk, PolicyError, check_policy
-from mmgrpo.policies.compare import compare, energy_distance
 from mmgrpo.policies.flow import FlowOptions, FlowPolicy, predicted_forwards
 from mmgrpo.policies.transitions import mean, plan, timetable
 from mmgrpo.policies.windows import Window
@@ -168,25 +167,6 @@ def test_chunks_keep_groups_together_where_they_fit() -> None:
         policy.chunks(payload, 0)
 
 
-# windows
-
-
-def test_window_is_drawn_once_per_optimisation_step() -> None:
-    window = Window(kind="random", size=2, last=4)
-    drawn = [window.draw(8, keys_of(step)) for step in range(200)]
-    assert {w[0] for w in drawn} == {0, 1, 2, 3} and all(w[1] == w[0] + 1 for w in drawn)
-    for step in range(5):  # whichever rows are asked for, and however often
-        parts = [window.draw(8, keys_of(step).select(rows)) for rows in ([0], [5, 11], range(12))]
-        assert parts == [drawn[step]] * 3
-    assert window.draw(8, keys_of(0, seed=1)) != window.draw(8, keys_of(0, seed=2)) or drawn[0] != drawn[1]
-
-
-def test_progressive_window_moves_and_starts_over() -> None:
-    window = Window(kind="progressive", size=2, first=1, last=4, every=3)
-    starts = [window.draw(8, keys_of(step))[0] for step in range(12)]
-    assert starts == [1, 1, 1, 2, 2, 2, 3, 3, 3, 1, 1, 1]
-
-
 @pytest.mark.parametrize(
     "options, message",
     [
@@ -335,41 +315,6 @@ def test_predicted_forwards_by_hand() -> None:
     assert predicted_forwards(demo, 8) == {"rollout": 4 / 8 + 5, "update": 2 / 8, "reference": 0.0}
     plain = FlowOptions(steps=10, kernel="flow_sde")
     assert predicted_forwards(plain, 8, 2, True) == {"rollout": 10, "update": 18, "reference": 9}
-
-
-# comparing kernels
-
-
-def test_compare_matches_the_noise_of_every_kernel() -> None:
-    policy = make(kernel="flow_sde", noise={"level": 1.5})
-    seen: list[list[float]] = []
-    original = FlowOptions.plan
-
-    def spy(self: FlowOptions, window: Any = ()) -> Any:
-        steps = original(self, window)
-        if len(window):
-            seen.append([step.std for step in steps])
-        return steps
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(FlowOptions, "plan", spy)
-        rows = compare(policy, ITEMS, keys_of(), lambda p: p.tensors["sample"].flatten(1).mean(1), KERNELS)
-    assert len(seen) == len(KERNELS) and all(stds == seen[0] for stds in seen)
-    assert [row["kernel"] for row in rows] == list(KERNELS)
-    for row in rows:
-        assert row["gap"] == pytest.approx(row["inference"] - row["rollout"])
-        assert row["shift"] > 0 and row["distance"] >= 0
-        assert row["forwards"] == (11 if row["kernel"] == "langevin" else 6)
-    assert policy.options.kernel == "flow_sde" and rows[0] != rows[2]
-    with pytest.raises(PolicyError, match="'ode' cannot be compared"):
-        compare(policy, ITEMS, keys_of(), lambda p: p.tensors["sample"], ["ode"])
-
-
-def test_energy_distance() -> None:
-    generator = torch.Generator().manual_seed(0)
-    a, b = torch.randn(2, 400, 5, generator=generator, dtype=torch.float64)
-    assert energy_distance(a, a) == 0
-    assert energy_distance(a, b) < 0.1 < energy_distance(a, b + 1)
 
 
 # bad input, precision, storage
