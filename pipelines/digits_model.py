@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 from pathlib import Path
 
 from torch import Tensor, nn
@@ -82,11 +83,11 @@ def load_model(path: str | Path = CHECKPOINT) -> DigitFlow:
         raise PipelineError(f"there is no model file {file}; {cure}")
     try:
         with safe_open(file, framework="pt") as content:
-            metadata = content.metadata() or {}
+            made = json.loads((content.metadata() or {}).get("made", "{}"))
             state = {name: content.get_tensor(name) for name in content.keys()}  # noqa: SIM118 - not a mapping
-    except (OSError, SafetensorError) as error:
+    except (OSError, ValueError, SafetensorError) as error:
         raise PipelineError(f"cannot read the model file {file}: {error}; {cure}") from error
-    if metadata.get("weights_sha256") != weights_hash(state):
+    if made.get("weights_sha256") != weights_hash(state):
         raise PipelineError(f"the model file {file} is damaged or was not written by the script; {cure}")
     model = DigitFlow()
     try:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import copy
+import json
 import math
 import sys
 import time
@@ -152,19 +153,20 @@ def _progress(what: str, step: int, steps: int) -> None:
 
 
 def save(model: nn.Module, file: Path, steps: int, seed: int) -> None:
-    """Write the weights as safetensors, with how they were made and a hash of them in the metadata."""
+    """Write the weights as safetensors; metadata `made` is JSON: script, seed, steps, hashes of data and weights."""
     from safetensors.torch import save_file
 
     state = {name: value.detach().contiguous() for name, value in model.state_dict().items()}
-    metadata = {
+    made = {
         "script": "python -m mmgrpo.pipelines.pretrain",
-        "seed": str(seed),
-        "steps": str(steps),
+        "seed": seed,
+        "steps": steps,
         "digits_sha256": data_hash(),
         "weights_sha256": weights_hash(state),
         "torch": torch.__version__,
     }
-    save_file(state, file, metadata=metadata)
+    # One entry, because safetensors writes several in no fixed order and equal runs should write equal files.
+    save_file(state, file, metadata={"made": json.dumps(made, sort_keys=True)})
 
 
 def main(arguments: list[str] | None = None) -> None:
