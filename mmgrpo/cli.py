@@ -235,7 +235,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt as interrupt:
         if os.environ.get("RANK", "0") == "0":  # several processes are interrupted together; one speaks
             _say(f"interrupted; {interrupt.args[0] if interrupt.args else 'nothing was changed'}")
-        return 130
+        return _interrupted()
     except BrokenPipeError:  # the reader of our output has left, as in `mmgrpo list recipes | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
@@ -246,4 +246,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         if debug or not is_user_error(error):
             raise
         _say(str(error))
-        return 130 if isinstance(error, Interrupted) else 2
+        return _interrupted() if isinstance(error, Interrupted) else 2
+
+
+def _interrupted() -> int:
+    """The exit code after Ctrl-C. If it hit an `exec` inside an import, CPython has noted that and would end `python -m`
+    by the signal even though it was handled; any new `exec` clears the note."""
+    exec("")
+    return 130

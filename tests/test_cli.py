@@ -159,6 +159,20 @@ def test_interrupts(stub: ModuleType, capsys: pytest.CaptureFixture[str], monkey
     assert run("train", "image", capsys=capsys) == (130, "", "")
 
 
+def test_an_interrupt_inside_an_import_ends_with_130(tmp_path: Path) -> None:
+    (tmp_path / "probe.py").write_text(
+        "import sys\nfrom types import ModuleType\n"
+        f"sys.path.insert(0, {str(ROOT)!r})\n"
+        "from mmgrpo.cli import main\n"
+        "module = sys.modules['mmgrpo.commands.train'] = ModuleType('mmgrpo.commands.train')\n"
+        "module.train = lambda args: exec('raise KeyboardInterrupt')\n"
+        "sys.exit(main(['train', 'image']))\n",
+        encoding="utf-8",
+    )
+    done = subprocess.run([sys.executable, "-m", "probe"], cwd=tmp_path, capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (130, "mmgrpo: interrupted; nothing was changed\n")
+
+
 def test_arguments_reach_the_command(stub: ModuleType) -> None:
     seen = []
     stub.train = seen.append  # type: ignore[attr-defined]
