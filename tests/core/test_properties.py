@@ -139,10 +139,14 @@ def test_padding_and_what_lies_in_it_do_not_matter(table: dict[str, Algorithm], 
 
 @every
 def test_silent_groups_get_exactly_nothing(table: dict[str, Algorithm], name: str) -> None:
-    """Equal scores give advantage 0, not 0/eps noise, in every group and beside groups that do have a signal."""
+    """Equal scores give advantage 0, not 0/eps noise, in every group and beside groups that do have a signal.
+
+    Scores that differ by one rounding, as weighted sums of equal parts do, are equal.
+    """
     algo, batch = table[name], random_batch(0)
     third = torch.full_like(batch.scores["a"], 1 / 3)
-    silent = batch.replace(scores={"a": third, "b": 0.1 * third})
+    third[::2] = torch.nextafter(third, torch.ones_like(third))[::2]
+    silent = batch.replace(scores={"a": third, "b": 0.5 * third})
     assert not outcome(algo, silent).A.any()
     mixed = torch.where(batch.group == batch.group[0], third, batch.scores["a"])
     got = outcome(algo, batch.replace(scores={"a": mixed, "b": torch.zeros_like(mixed)}))
@@ -178,6 +182,13 @@ def test_a_batch_without_rows_costs_nothing(table: dict[str, Algorithm], name: s
 def test_groups_of_one_are_silent(table: dict[str, Algorithm], name: str) -> None:
     batch = random_batch(0)
     assert not outcome(table[name], batch.replace(group=torch.arange(12))).A.any()
+
+
+@pytest.mark.parametrize("scores", [(-1.0, 1.0), (-1.0, 0.5), (-0.5, -0.25), (0.0, 0.0)])
+def test_maxrl_is_silent_where_the_mean_is_not_positive(scores: tuple[float, float]) -> None:
+    batch = random_batch(0, B=4, T=2).replace(group=torch.tensor([0, 0, 1, 1]), mask=torch.ones(4, 2, dtype=torch.bool))
+    A, _, _ = recipe("maxrl").signal(batch.replace(scores={"r": torch.tensor([*scores, 1.0, 3.0], dtype=F64)}))
+    close(A[:, 0], torch.tensor([0.0, 0.0, -0.5, 0.5], dtype=F64))
 
 
 @every
