@@ -207,12 +207,12 @@ def test_kl_directions_on_policy(estimator: str, direction: str) -> None:
 @pytest.mark.parametrize("mode", ["truncate", "mask"])
 def test_importance_correction_is_the_written_factor(unit: str, mode: str) -> None:
     """c = old / behaviour per decision, or of the row's product; held in the bounds, or 0 outside of both."""
-    stage = {"type": "ImportanceCorrection", "unit": unit, "mode": mode, "low": 0.96, "high": 1.04}
+    stage = {"type": "ImportanceCorrection", "unit": unit, "mode": mode, "low": 0.98, "high": 1.04}
     algo, batch = recipe("grpo", credit=[{}, stage]), random_batch(0)
     got, _, _ = algo.signal(batch)
     A, _, _ = recipe("grpo").signal(batch)
     log_ratio = torch.where(batch.mask, batch.channels["old"] - batch.logp, 0.0)
     c = (log_ratio.sum(1, keepdim=True) if unit == "row" else log_ratio).exp()
-    ok = (c >= 0.96) & (c <= 1.04)
-    close(got, A * (c.clamp(0.96, 1.04) if mode == "truncate" else c * ok))
-    assert (c < 0.96).any() and (c > 1.04).any() and ok.any()
+    ok = (c >= 0.98) & (c <= 1.04)
+    close(got, A * (c.clamp(0.98, 1.04) if mode == "truncate" else c * ok))
+    assert (c < 0.98).any() and (c > 1.04).any() and ok.any()
