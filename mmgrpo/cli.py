@@ -250,7 +250,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _interrupted() -> int:
-    """The exit code after Ctrl-C. If it hit an `exec` inside an import, CPython has noted that and would end `python -m`
-    by the signal even though it was handled; any new `exec` clears the note."""
+    """The exit code after Ctrl-C. If that hit an `exec` inside an import, CPython remembers it and would end
+    `python -m` by the signal even though it was handled; any new `exec` makes it forget."""
     exec("")
     return 130
