@@ -155,6 +155,7 @@ def test_draw_inverts_the_cumulative_distribution() -> None:
     p = torch.tensor([0.1, 0.2, 0.3, 0.4])
     u = torch.tensor([0.05, 0.1, 0.15, 0.301, 0.59, 0.61, 0.99], dtype=torch.float64)
     assert draw(p.log().expand(7, -1), u).tolist() == [0, 1, 1, 2, 2, 3, 3]
+    assert draw(torch.tensor([[0.5, 0.5]]).log(), torch.tensor([0.5], dtype=torch.float64)).tolist() == [1]
     with pytest.raises(PolicyError, match="not finite.*learning rate"):
         draw(torch.full((1, 4), float("nan")), u[:1])
 
@@ -311,7 +312,7 @@ def test_adapters_train_alone_and_the_reference_is_the_model_without_them() -> N
         log_p, tokens = direct(base, payload, row, 1.0)
         assert torch.allclose(inside["logp"][row, : len(tokens)], log_p.gather(1, tokens[:, None])[:, 0], atol=1e-5)
     outside = policy.replay(payload, everything(payload), ("logp", "kl_ref"))
-    assert float(outside["logp"].mean()) > float(batch.logp.mean()) + 0.01 and float(outside["kl_ref"].max()) > 1e-4
+    assert outside["logp"].mean().item() > batch.logp.mean().item() + 0.01 and outside["kl_ref"].max().item() > 1e-4
     assert all(p.requires_grad for p in policy.parameters()) and len(policy.parameters()) == len(names)
 
 
