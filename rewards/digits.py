@@ -189,6 +189,7 @@ def _network(name: str) -> nn.Module:
     """A trained network of the package, frozen."""
     from safetensors.torch import load_file
 
-    network: nn.Module = {"digit_reader": Reader, "digit_judge": Judge}[name]()
-    network.load_state_dict(load_file(ASSETS / f"{name}.safetensors"))
+    with torch.device("meta"):  # no weights are drawn, so scoring leaves the global generator alone
+        network: nn.Module = {"digit_reader": Reader, "digit_judge": Judge}[name]()
+    network.load_state_dict(load_file(ASSETS / f"{name}.safetensors"), assign=True)
     return network.eval().requires_grad_(False)
