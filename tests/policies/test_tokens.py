@@ -331,6 +331,9 @@ def test_a_saved_policy_is_a_model_that_transformers_reads(tmp_path: Path) -> No
     theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "saved").eval()
     log_p, tokens = direct(theirs, payload, 0, 1.0)
     assert torch.allclose(log_p.gather(1, tokens[:, None])[:, 0], batch.logp[0, : len(tokens)], atol=1e-5)
+    policy.model.generation_config.eos_token_id = [0, 3]
+    policy.save(tmp_path / "stops")
+    assert TokenPolicy.from_pretrained(tmp_path / "stops", policy.options)._stop.tolist() == [0, 3]
 
 
 def test_saved_adapters_are_read_by_peft(tmp_path: Path) -> None:
