@@ -324,3 +324,40 @@ def test_doubling_a_batch_halves_every_weight(table: dict[str, Algorithm]) -> No
         b = outcome(algo, twice, moved(channels, lambda x: torch.cat([x, x])))
         close(a.loss, b.loss)
         close({k: v / 2 for k, v in a.grads.items()}, {k: v[:12] for k, v in b.grads.items()})
+
+
+def test_metrics_are_means_over_decisions_in_all_and_per_kind() -> None:
+    """ratio, approx_kl = rho - 1 - log rho, kl, the surrogate itself: (sum, number of decisions)."""
+    algo, batch = recipe("grpo", penalty=[{"type": "KL", "estimator": "k2"}]), random_batch(0)
+    channels = channels_for(algo.channels, batch)
+    A, w, _ = algo.signal(batch)
+    metrics = plain(algo.loss(channels, batch, A, w).metrics)
+    logp = channels["logp"].detach()
+    log_rho = torch.where(batch.mask, logp - batch.old, 0.0)
+    rho = log_rho.exp()
+    want = {
+        "ratio": rho,
+        "approx_kl": rho - 1 - log_rho,
+        "kl": (batch.channels["ref"] - logp).square() / 2,
+        "surrogate": -torch.minimum(rho * A, rho.clamp(0.8, 1.2) * A),
+    }
+    for name, value in want.items():
+        for suffix, where in {"": batch.mask, "/kind1": batch.mask & (batch.keys["kind"] == 1)}.items():
+            close(metrics[name + suffix], (float(value[where].sum()), float(where.sum())))
+
+
+def test_shares_count_what_the_masks_drop() -> None:
+    batch = random_batch(0)
+    clip = [{"type": "PPO"}, {"type": "OffPolicyMask", "threshold": 0.02}]
+    algo = recipe("grpo", ratio=[{}, {"type": "EntropyMask", "top": 0.4}], clip=clip)
+    channels = channels_for(algo.channels, batch)
+    A, w, _ = algo.signal(batch)
+    metrics = plain(algo.loss(channels, batch, A, w).metrics)
+    total = float(batch.mask.sum())
+    threshold = torch.quantile(batch.channels["entropy"][batch.mask], 0.6)
+    kept = batch.mask & (batch.channels["entropy"] >= threshold)
+    drift = torch.where(batch.mask, batch.logp - channels["logp"].detach(), 0.0).sum(1) / batch.mask.sum(1).clamp(min=1)
+    dropped = batch.mask & (A < 0) & (drift > 0.02)[:, None]
+    assert 0 < int(dropped.sum()) < total
+    close(metrics["entropy_kept"], (float(kept.sum()), total))
+    close(metrics["off_policy_share"], (float(dropped.sum()), total))
