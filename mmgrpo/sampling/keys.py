@@ -98,8 +98,8 @@ def bits(keys: Tensor, shape: Sequence[int] = ()) -> Tensor:
 
 
 def uniform(keys: Tensor, shape: Sequence[int] = ()) -> Tensor:
-    """[B,*shape] float64 in the open interval (0, 1), 53 bits."""
-    return (_shift(bits(keys, shape), 11).double() + 0.5) * 2.0**-53
+    """[B,*shape] float64 in the open interval (0, 1), 52 bits: with 53 the last value would round to 1."""
+    return (_shift(bits(keys, shape), 12).double() + 0.5) * 2.0**-52
 
 
 def normal(keys: Tensor, shape: Sequence[int] = (), dtype: torch.dtype = torch.float32) -> Tensor:
