@@ -3,26 +3,42 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor
 
-from .algorithm import Algorithm
+from .algorithm import SIGNAL, Algorithm
 from .rollouts import Rollouts
+from .stage import reads
 from .statistics import groups
 
 
 def advantage_table(algorithm: Algorithm, group_size: int) -> tuple[list[float], list[float]]:
     """(A+(k), A-(k)) for k = 0..G correct rollouts among G of one decision each; nan where there is no such row.
 
+    Every score that the algorithm gives a weight is the same 0/1 reward; keys and channels that its signal reads are
+    0, so an importance correction is 1.
+
     Source: the shared definitions of the method notes.
     """
+    stages = [stage for _, stage in algorithm.stages(*SIGNAL)]
+    weights = [getattr(stage, "weights", None) for stage in stages]
+    names = {name for w in weights if isinstance(w, Mapping) for name in w} or {"reward"}
+    fields = [path.partition(".") for stage in stages for path in reads(stage)]
+    one = torch.zeros(group_size, 1, dtype=torch.float64)
     plus, minus = [], []
     for k in range(group_size + 1):
         reward = torch.zeros(group_size, dtype=torch.float64)
         reward[:k] = 1.0
-        one = torch.zeros(group_size, 1, dtype=torch.float64)
-        batch = Rollouts(one, torch.ones_like(one, dtype=torch.bool), torch.zeros(group_size).long(), {"r": reward})
+        batch = Rollouts(
+            logp=one,
+            mask=torch.ones_like(one, dtype=torch.bool),
+            group=torch.zeros(group_size, dtype=torch.long),
+            scores=dict.fromkeys(sorted(names), reward),
+            keys={name: one.long() for kind, _, name in fields if kind == "keys"},
+            channels={name: one for kind, _, name in fields if kind == "channels"},
+        )
         A = algorithm.signal(batch)[0][:, 0]
         plus.append(float(A[0]) if k else math.nan)
         minus.append(float(A[-1]) if k < group_size else math.nan)

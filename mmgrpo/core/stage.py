@@ -125,10 +125,11 @@ def number(value: Number, s: Surrogate) -> Tensor:
 def check_number(owner: Any, name: str, low: float = 0.0) -> None:
     """Refuse a hyper-parameter below `low` (each value of a per-kind mapping). Raises ValueError."""
     value = getattr(owner, name)
-    values = list(value.values()) if isinstance(value, Mapping) else [value]
+    rich = any(item.name == name and "Number" in str(item.type) for item in fields(owner))
+    if rich and isinstance(value, str):
+        return
+    values = list(value.values()) if rich and isinstance(value, Mapping) else [value]
     for x in values:
-        if isinstance(x, str) and value is x:
-            continue
         if isinstance(x, bool) or not isinstance(x, int | float) or not x >= low:
             raise ValueError(f"{type(owner).__name__}.{name} must be a number of at least {low:g}, got {x!r}")
 

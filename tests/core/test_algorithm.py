@@ -120,6 +120,8 @@ def test_replace_takes_stages_mappings_and_lists():
         ({"penalty": [{"coef": 1.0}]}, "name the stage with `type`"),
         ({"clip": {"low": -1.0}}, "PPO.low must be a number of at least 0, got -1"),
         ({"clip": {"low": True}}, "PPO.low must be a number"),
+        ({"advantage": {"eps": "x"}}, "GroupRelative.eps must be a number of at least 0, got 'x'"),
+        ({"advantage": {"eps": {0: 1.0}}}, "GroupRelative.eps must be a number of at least 0, got {0: 1.0}"),
         ({"clip": 3}, "a stage is a dataclass with apply, or a mapping"),
         ({"clip": []}, "cannot be empty"),
     ],

@@ -183,6 +183,19 @@ def test_closed_forms(p: float, size: int) -> None:
     close(at(exact(ddof=1)), at(exact()) * math.sqrt((size - 1) / size))
 
 
+@pytest.mark.parametrize(
+    "slots",
+    [
+        {"combine": {"weights": {"digits": 1.0}}},
+        {"credit": [{}, {"type": "ImportanceCorrection"}]},
+        {"weights": {"type": "NestedMean", "levels": ["kind"]}},
+        {"combine": {"type": "Separate"}, "transform": [{"type": "Sum", "weights": {"a": 0.5, "b": 0.5}}]},
+    ],
+)
+def test_omega_is_there_whatever_the_signal_reads(slots: dict[str, Any]) -> None:
+    close(diagnostics.omega(recipe("grpo", **slots), 8, 0.3), omega(STD, 8, 0.3))
+
+
 def test_group_std_overweighs_hard_and_solved_groups() -> None:
     values = [diagnostics.omega(exact(), 8, p) for p in (0.01, 0.5, 0.99)]
     close(values, [2.61, 1.86, 2.61], 0.004)
