@@ -90,18 +90,11 @@ def save_checkpoint(
     partial = folder / f".{place.name}.partial"
     with writing(place):
         _clean(folder)
-        (partial / "policy").mkdir(parents=True)
-        save_policy(partial / "policy")
-        tensors: dict[str, Tensor] = {}
-        tree = pack(state, tensors)
-        save_file(tensors, partial / "state.safetensors")
-        (partial / "state.json").write_text(json.dumps({"step": step, "state": tree}), encoding="utf-8")
-        manifest = {"format": FORMAT, "files": {name: _digest(partial / name) for name in _files(partial)}}
-        (partial / MANIFEST).write_text(json.dumps(manifest, indent=1), encoding="utf-8")
-        for name in _files(partial):
-            _sync_file(partial / name)
-        for inner in [p for p in partial.rglob("*") if p.is_dir()] + [partial]:
-            sync_folder(inner)
+        try:
+            _write(partial, step, save_policy, state)
+        except BaseException:
+            shutil.rmtree(partial, ignore_errors=True)  # on a full disk this is what the next try needs
+            raise
         if place.exists():
             _discard(place)
         os.rename(partial, place)
@@ -110,6 +103,22 @@ def save_checkpoint(
             if old != best and old != step:
                 _discard(folder / f"step_{old:06d}")
     return place
+
+
+def _write(folder: Path, step: int, save_policy: Callable[[Path], None], state: dict[str, Any]) -> None:
+    """All files of a checkpoint, on the disk when this returns."""
+    (folder / "policy").mkdir(parents=True)
+    save_policy(folder / "policy")
+    tensors: dict[str, Tensor] = {}
+    tree = pack(state, tensors)
+    save_file(tensors, folder / "state.safetensors")
+    (folder / "state.json").write_text(json.dumps({"step": step, "state": tree}), encoding="utf-8")
+    manifest = {"format": FORMAT, "files": {name: _digest(folder / name) for name in _files(folder)}}
+    (folder / MANIFEST).write_text(json.dumps(manifest, indent=1), encoding="utf-8")
+    for name in _files(folder):
+        _sync_file(folder / name)
+    for inner in [p for p in folder.rglob("*") if p.is_dir()] + [folder]:
+        sync_folder(inner)
 
 
 def verify(folder: Path) -> None:
