@@ -29,17 +29,17 @@ def writing(path: str | Path) -> Iterator[None]:
         raise
 
 
-_ELSEWHERE = "write elsewhere with --set run.folder=NAME, or make it writable"
+_ELSEWHERE = "choose another place (for a run: --set run.folder=NAME)"
 _CURES = {
-    errno.ENOSPC: "the disk is full; free some space, then continue with `mmgrpo resume`",
-    errno.EDQUOT: "your disk quota is used up; free some space, then continue with `mmgrpo resume`",
-    errno.EROFS: f"the file system is read-only; {_ELSEWHERE}",
-    errno.EACCES: f"no permission; {_ELSEWHERE}",
-    errno.EPERM: f"no permission; {_ELSEWHERE}",
-    errno.ENOTDIR: "a part of that path is a file, not a folder; choose another with --set run.folder=NAME",
-    errno.EEXIST: "a file of that name is in the way; choose another with --set run.folder=NAME",
-    errno.ENOENT: "a folder of that path is gone or cannot be made; choose another with --set run.folder=NAME",
-    errno.ENAMETOOLONG: "that name is too long; choose another with --set run.folder=NAME",
+    errno.ENOSPC: "the disk is full; free some space and try again (for a run: `mmgrpo resume`)",
+    errno.EDQUOT: "your disk quota is used up; free some space and try again (for a run: `mmgrpo resume`)",
+    errno.EROFS: f"the file system is read-only; make it writable, or {_ELSEWHERE}",
+    errno.EACCES: f"no permission; get it, or {_ELSEWHERE}",
+    errno.EPERM: f"no permission; get it, or {_ELSEWHERE}",
+    errno.ENOTDIR: f"a part of that path is a file, not a folder; {_ELSEWHERE}",
+    errno.EEXIST: f"a file of that name is in the way; {_ELSEWHERE}",
+    errno.ENOENT: f"a folder of that path is gone or cannot be made; {_ELSEWHERE}",
+    errno.ENAMETOOLONG: f"that name is too long; {_ELSEWHERE}",
 }
 
 

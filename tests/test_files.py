@@ -25,10 +25,11 @@ def test_writes_and_makes_folders(tmp_path: Path) -> None:
 
 
 FAILURES = {
-    errno.ENOSPC: "the disk is full; free some space, then continue with `mmgrpo resume`",
-    errno.EDQUOT: "your disk quota is used up; free some space, then continue with `mmgrpo resume`",
-    errno.EROFS: "the file system is read-only; write elsewhere with --set run.folder=NAME, or make it writable",
-    errno.EACCES: "no permission; write elsewhere with --set run.folder=NAME, or make it writable",
+    errno.ENOSPC: "the disk is full; free some space and try again (for a run: `mmgrpo resume`)",
+    errno.EDQUOT: "your disk quota is used up; free some space and try again (for a run: `mmgrpo resume`)",
+    errno.EROFS: "the file system is read-only; make it writable, or choose another place "
+    "(for a run: --set run.folder=NAME)",
+    errno.EACCES: "no permission; get it, or choose another place (for a run: --set run.folder=NAME)",
     errno.EIO: "Input/output error",
 }
 

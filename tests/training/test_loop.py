@@ -339,7 +339,7 @@ def test_a_disk_that_fills_up_stops_with_the_earlier_checkpoint_intact(tmp_path,
 
     with monkeypatch.context() as patch:
         patch.setattr(checkpoint, "save_file", full)
-        with pytest.raises(UserError, match="the disk is full; free some space, then continue with `mmgrpo resume`"):
+        with pytest.raises(UserError, match="the disk is full; free some space and try again"):
             toy_fit(parts)
     assert latest_checkpoint(parts).step == 2
     toy_fit(parts, resume=True)
