@@ -93,7 +93,9 @@ def main() -> int:
         table("64 groups, G rollouts each", [(64, g) for g in (4, 8, 16, 32, 64)], lambda n, g: f"G={g}"),
         table("groups of 8", [(n, 8) for n in (8, 32, 128, 512, 1024)], lambda n, g: f"{n} groups"),
     )
-    print(f"\nlargest size over the cheapest smaller one: {worst:.2f} (linear growth stays near 1; at most {ALLOWED:g})")
+    print(
+        f"\nlargest size over the cheapest smaller one: {worst:.2f} (linear growth stays near 1; at most {ALLOWED:g})"
+    )
     return int(check and worst > ALLOWED)
 
 

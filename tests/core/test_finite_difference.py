@@ -175,6 +175,23 @@ def test_kl_gradients_are_the_written_ones(estimator: str) -> None:
         close(grads["kl_ref"], 0.7 * w)
 
 
+def test_masks_of_the_surrogate_leave_the_penalties_alone() -> None:
+    """Entropy mask, off-policy mask and importance correction act on the surrogate; the KL acts on every decision."""
+    batch, penalty = random_batch(0), [{"type": "KL", "coef": 0.7}, {"type": "Entropy", "coef": 0.2}]
+    plain = recipe("grpo", penalty=penalty)
+    masked = plain.replace(
+        credit=[{}, {"type": "ImportanceCorrection", "high": 1e-3}],
+        ratio=[{}, {"type": "EntropyMask", "top": 0.1}],
+        clip=[{}, {"type": "OffPolicyMask", "threshold": 0.0}],
+    )
+    channels = {k: v.detach() for k, v in channels_for(plain.channels, batch).items()}
+    A, w, _ = masked.signal(batch)
+    assert not A.any()
+    close(masked.grad(channels, batch, A, w), plain.grad(channels, batch, torch.zeros_like(A), w))
+    below = plain.replace(ratio=[{}, {"type": "EntropyMask", "top": 0.1}], clip=[{}, {"type": "OffPolicyMask"}])
+    close(below.grad(channels, batch, A, w), plain.grad(channels, batch, torch.zeros_like(A), w))
+
+
 @pytest.mark.parametrize(("estimator", "direction"), [("k2", "reverse"), ("k3_ratio", "reverse"), ("k3", "forward")])
 def test_kl_directions_on_policy(estimator: str, direction: str) -> None:
     """In expectation over the policy: k2 and k3 times the ratio have the gradient of KL(pi||ref), k3 that of
