@@ -361,3 +361,13 @@ def test_shares_count_what_the_masks_drop() -> None:
     assert 0 < int(dropped.sum()) < total
     close(metrics["entropy_kept"], (float(kept.sum()), total))
     close(metrics["off_policy_share"], (float(dropped.sum()), total))
+
+
+@every
+def test_an_advantage_outside_the_mask_is_never_read(table: dict[str, Algorithm], name: str) -> None:
+    algo, batch = table[name], random_batch(0)
+    channels = channels_for(algo.channels, batch)
+    A, w, _ = algo.signal(batch)
+    dirty = [x.masked_fill(~batch.mask, math.nan) for x in (A, w)]
+    close(algo.loss(channels, batch, *dirty).loss.detach(), algo.loss(channels, batch, A, w).loss.detach())
+    close(algo.grad(channels, batch, *dirty), algo.grad(channels, batch, A, w))
