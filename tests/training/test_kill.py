@@ -15,8 +15,8 @@ from tests.training.test_loop import final, timeless
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
 SECTIONS = {
-    "training": {"steps": 12, "ema": 0.5, "updates": 2},
-    "evaluation": {"every": 4},
+    "training": {"steps": 6, "ema": 0.5, "updates": 2},
+    "evaluation": {"every": 2},
     "checkpoint": {"every": 1, "keep": 2},
     "sampling": {"refill": 1},
 }
