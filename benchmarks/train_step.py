@@ -49,7 +49,9 @@ class Recorder:
 
     def _see(self, module: torch.nn.Module, inputs: tuple[Any, ...]) -> None:
         if type(module) is self.kind:
-            self.calls.append((inputs, torch.is_grad_enabled()))
+            # An input with a graph (the Langevin corrector's) costs a gradient of the input too.
+            leaves = tuple(x.detach().requires_grad_(x.requires_grad) if torch.is_tensor(x) else x for x in inputs)
+            self.calls.append((leaves, torch.is_grad_enabled()))
 
     def take(self) -> list[tuple[tuple[Any, ...], bool]]:
         """The calls since the last take."""
