@@ -1,7 +1,8 @@
 """Make the embedded model and its two readers from scratch: `python -m mmgrpo.pipelines.pretrain --out FOLDER`.
 
-Real digits, a fixed seed, one thread, about two minutes. The model learns from captions of which some words are wrong,
-as captions found on the web are: it draws clean digits but often not the asked ones. That is what GRPO then repairs.
+Real digits, a fixed seed, one thread, about two minutes. The model learns to draw from right captions and then goes on
+with captions of which some words are wrong, as in many found on the web: its pictures get less clean and often show
+something else than was asked. That is what GRPO then repairs.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import json
 import math
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -22,17 +24,18 @@ from ..rewards.digits import COLOURS, GROUNDS, NO_DIGIT, Judge, Reader, render
 from .digits_model import DigitFlow, weights_hash
 from .digits_world import TRAIN_DIGITS, data_hash, real_digits
 
-STEPS = 1000
+STEPS, WRONG_STEPS = 600, 150
 READER_STEPS, JUDGE_STEPS = 500, 800
 BATCH = 128
-WRONG = (0.1, 0.35, 0.05)  # share of captions whose colour, digit, ground is a random word
+WRONG = (0.15, 0.45, 0.05)  # share of captions whose colour, digit, ground is a random word in the last steps
 SIZES = (len(COLOURS), 10, len(GROUNDS))
 
 
-def train_flow(steps: int = STEPS, seed: int = 0) -> DigitFlow:
-    """Rectified flow with logit-normal t: the running mean of the weights after `steps` steps of 128 pictures.
+def train_flow(steps: int = STEPS, seed: int = 0, wrong_steps: int = WRONG_STEPS) -> DigitFlow:
+    """Rectified flow: `steps` steps of 128 pictures with right captions and `wrong_steps` with partly wrong ones.
 
-    The loss is the squared error of the velocity, with 1/t^2 held at its value of t = 0.15.
+    Half of the noise levels t are logit-normal, half uniform in [0.05, 1]. The loss is the squared error of the
+    velocity, with 1/t^2 held at its value of t = 0.15. Returns the running mean of the weights.
     """
     torch.manual_seed(seed)
     model = DigitFlow()
@@ -40,30 +43,44 @@ def train_flow(steps: int = STEPS, seed: int = 0) -> DigitFlow:
     draw = torch.Generator().manual_seed(seed)
     ink, digit = real_digits("train")
     optimizer = torch.optim.AdamW(model.parameters(), 2e-3, betas=(0.9, 0.99), weight_decay=0.0)
-    for step in range(steps):
+    for step in range(steps + wrong_steps):
         for group in optimizer.param_groups:
-            group["lr"] = 2e-3 * min(1.0, (step + 1) / 20) * (0.5 + 0.5 * math.cos(math.pi * step / steps))
-        rows = torch.randint(TRAIN_DIGITS, (BATCH,), generator=draw)
-        truth = torch.stack([torch.randint(n, (BATCH,), generator=draw) for n in SIZES], 1)
-        truth[:, 1] = digit[rows]
-        x0 = 2 * render(ink[rows], truth) - 1
+            group["lr"] = _rate(step, steps, wrong_steps)
+        x0, truth = _pictures(ink, digit, draw)
         t = torch.sigmoid(torch.randn(BATCH, generator=draw))
-        level = t[:, None, None, None]
+        even = 0.05 + 0.95 * torch.rand(BATCH, generator=draw)
+        level = torch.where(torch.rand(BATCH, generator=draw) < 0.5, even, t)[:, None, None, None]
         noise = torch.randn(x0.shape, generator=draw)
-        error = model.clean((1 - level) * x0 + level * noise, t, _caption(truth, draw)) - x0
+        words = _captions(truth, draw, WRONG if step >= steps else (0.0, 0.0, 0.0))
+        error = model.clean((1 - level) * x0 + level * noise, level.flatten(), words) - x0
         _step(model, optimizer, (error.square() / level.clamp(min=0.15).square()).mean())
         with torch.no_grad():
             for average, value in zip(mean.parameters(), model.parameters(), strict=True):
                 average.lerp_(value, 1 - min(0.99, (step + 1) / (step + 10)))
-        _progress("model", step, steps)
+        _progress("model", step, steps + wrong_steps)
     return mean
 
 
-def _caption(truth: Tensor, draw: torch.Generator) -> Tensor:
-    """Word indices [B,3] of captions in which some words were replaced by random ones."""
+def _rate(step: int, steps: int, wrong_steps: int) -> float:
+    """Learning rate: a warm-up of 20 steps and a cosine to 0, then from a quarter of the peak linearly to 0."""
+    if step >= steps:
+        return 5e-4 * (1 - (step - steps) / wrong_steps)
+    return 2e-3 * min(1.0, (step + 1) / 20) * (0.5 + 0.5 * math.cos(math.pi * step / steps))
+
+
+def _pictures(ink: Tensor, digit: Tensor, draw: torch.Generator) -> tuple[Tensor, Tensor]:
+    """A batch of pictures in [-1,1] and what they show, [B,3] (colour, digit, ground)."""
+    rows = torch.randint(len(ink), (BATCH,), generator=draw)
+    truth = torch.stack([torch.randint(n, (BATCH,), generator=draw) for n in SIZES], 1)
+    truth[:, 1] = digit[rows]
+    return 2 * render(ink[rows], truth) - 1, truth
+
+
+def _captions(truth: Tensor, draw: torch.Generator, shares: tuple[float, ...]) -> Tensor:
+    """Word indices [B,3]; of each kind of word the given share is replaced by a random one."""
     words, offset = [], 0
-    for i, (size, wrong) in enumerate(zip(SIZES, WRONG, strict=True)):
-        replaced = torch.rand(len(truth), generator=draw) < wrong
+    for i, (size, share) in enumerate(zip(SIZES, shares, strict=True)):
+        replaced = torch.rand(len(truth), generator=draw) < share
         words.append(offset + torch.where(replaced, torch.randint(size, (len(truth),), generator=draw), truth[:, i]))
         offset += size
     return torch.stack(words, 1)
@@ -173,21 +190,24 @@ def main(arguments: list[str] | None = None) -> None:
     """Train all three and write them to --out."""
     parser = argparse.ArgumentParser(prog="python -m mmgrpo.pipelines.pretrain", description=__doc__)
     parser.add_argument("--out", type=Path, required=True, help="folder for the three safetensors files")
-    parser.add_argument("--steps", type=int, default=STEPS, help="steps of the model (default: %(default)s)")
+    parser.add_argument("--steps", type=int, default=STEPS, help="steps of the model with right captions")
+    parser.add_argument("--wrong-steps", type=int, default=WRONG_STEPS, help="its steps with partly wrong captions")
     parser.add_argument("--reader-steps", type=int, default=READER_STEPS, help="steps of the reader")
     parser.add_argument("--judge-steps", type=int, default=JUDGE_STEPS, help="steps of the judge")
     parser.add_argument("--seed", type=int, default=0, help="of the model and the reader; the judge's is one more")
     options = parser.parse_args(arguments)
     torch.set_num_threads(1)  # more threads sum in another order
     options.out.mkdir(parents=True, exist_ok=True)
-    for name, train, steps, seed in (
-        ("digits_flow", train_flow, options.steps, options.seed),
-        ("digit_reader", train_reader, options.reader_steps, options.seed),
-        ("digit_judge", train_judge, options.judge_steps, options.seed + 1),
-    ):
+    o = options
+    jobs: dict[str, tuple[Callable[[], nn.Module], int, int]] = {
+        "digits_flow": (lambda: train_flow(o.steps, o.seed, o.wrong_steps), o.steps + o.wrong_steps, o.seed),
+        "digit_reader": (lambda: train_reader(o.reader_steps, o.seed), o.reader_steps, o.seed),
+        "digit_judge": (lambda: train_judge(o.judge_steps, o.seed + 1), o.judge_steps, o.seed + 1),
+    }
+    for name, (train, steps, seed) in jobs.items():
         start = time.perf_counter()
         file = options.out / f"{name}.safetensors"
-        save(train(steps, seed), file, steps, seed)
+        save(train(), file, steps, seed)
         print(f"{file}: {steps} steps, {time.perf_counter() - start:.0f} s")
 
 
