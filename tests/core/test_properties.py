@@ -318,6 +318,15 @@ def test_a_recipe_prints_its_formula_and_can_be_changed(name: str) -> None:
     assert recipe(name) == recipe(name)
 
 
+def test_the_longest_row_is_one_that_trains() -> None:
+    """Dr. GRPO's length, when it is not given, is that of the longest row that has loss."""
+    batch = random_batch(0, B=4, T=6)
+    batch = batch.replace(mask=torch.arange(6) < torch.tensor([6, 2, 3, 6])[:, None], valid=torch.arange(4) > 0)
+    batch = batch.replace(keys={**batch.keys, "reference": torch.tensor([0, 0, 0, 1])})
+    _, w, _ = recipe("dr_grpo").signal(batch)
+    close(w[2, 0], torch.tensor(1 / (2 * 3), dtype=F64))  # two rows count, and the longest has three decisions
+
+
 ROW, ROW_SUM, DECISION = Ratio(unit="row"), Ratio(unit="row", reduce="sum"), Ratio()
 SETTINGS = {
     "grpo": (DECISION, PPO(0.2, 0.2), RowMean()),
