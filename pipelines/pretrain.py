@@ -24,10 +24,10 @@ from ..rewards.digits import COLOURS, GROUNDS, NO_DIGIT, Judge, Reader, render
 from .digits_model import DigitFlow, weights_hash
 from .digits_world import TRAIN_DIGITS, data_hash, real_digits
 
-STEPS, WRONG_STEPS = 600, 150
+STEPS, WRONG_STEPS = 1000, 250
 READER_STEPS, JUDGE_STEPS = 500, 800
 BATCH = 128
-WRONG = (0.15, 0.45, 0.05)  # share of captions whose colour, digit, ground is a random word in the last steps
+WRONG = (0.3, 0.6, 0.1)  # share of captions whose colour, digit, ground is a random word in the last steps
 SIZES = (len(COLOURS), 10, len(GROUNDS))
 
 
@@ -62,10 +62,10 @@ def train_flow(steps: int = STEPS, seed: int = 0, wrong_steps: int = WRONG_STEPS
 
 
 def _rate(step: int, steps: int, wrong_steps: int) -> float:
-    """Learning rate: a warm-up of 20 steps and a cosine to 0, then from a quarter of the peak linearly to 0."""
+    """Learning rate: a warm-up of 20 steps and a cosine to a tenth, then from a quarter of the peak linearly to 0."""
     if step >= steps:
         return 5e-4 * (1 - (step - steps) / wrong_steps)
-    return 2e-3 * min(1.0, (step + 1) / 20) * (0.5 + 0.5 * math.cos(math.pi * step / steps))
+    return 2e-3 * min(1.0, (step + 1) / 20) * (0.55 + 0.45 * math.cos(math.pi * step / steps))
 
 
 def _pictures(ink: Tensor, digit: Tensor, draw: torch.Generator) -> tuple[Tensor, Tensor]:

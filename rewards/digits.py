@@ -113,24 +113,24 @@ def digit() -> Reward:
 
 
 def colours() -> Reward:
-    """How much of the picture is ink of the captioned colour over the captioned ground: 1 - 3 RMS error, at least 0."""
+    """Is the picture nothing but ink of the captioned colour over the captioned ground? exp(-10 RMS error), in (0,1]."""
 
     def reward(batch: Batch, ctx: Context) -> Tensor:
         rest = _explain(*_inputs(batch))[1]
-        return (1 - 3 * rest.square().mean((1, 2, 3)).sqrt()).clamp(min=0)
+        return torch.exp(-10 * rest.square().mean((1, 2, 3)).sqrt())
 
     return reward
 
 
 def ground() -> Reward:
-    """Is the border the captioned ground, and nothing else? 1 - 2 RMS error (offset and dirt alike), at least 0."""
+    """Is the border the captioned ground and nothing else? exp(-10 RMS error) of offset and dirt alike, in (0,1]."""
 
     def reward(batch: Batch, ctx: Context) -> Tensor:
         pictures, asked = _inputs(batch)
         border = torch.ones(SIZE, SIZE, dtype=torch.bool)
         border[1:-1, 1:-1] = False
         error = (pictures - palette(asked)[1])[:, :, border]
-        return (1 - 2 * error.square().mean((1, 2)).sqrt()).clamp(min=0)
+        return torch.exp(-10 * error.square().mean((1, 2)).sqrt())
 
     return reward
 
