@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 
 import pytest
 import torch
 from torch import Tensor
 
-from mmgrpo.core import Algorithm, Rollouts, concat, recipe, recipes
+from mmgrpo.core import Algorithm, RolloutError, Rollouts, Signal, concat, recipe, recipes
 from mmgrpo.core.clip import PPO, GammaWeight, GeometricMean, SoftGate, Truncated, TrustRegion
 from mmgrpo.core.ratio import Ratio
 from mmgrpo.core.weights import Constant, DecisionMean, RowMean
@@ -316,6 +317,48 @@ def test_on_policy_the_gradient_is_minus_w_A(table: dict[str, Algorithm], name: 
 def test_a_recipe_prints_its_formula_and_can_be_changed(name: str) -> None:
     assert "loss" in str(recipe(name)).lower()
     assert recipe(name) == recipe(name)
+
+
+@dataclass(frozen=True)
+class Derive:
+    """A stage of a user: writes a channel from the advantage and spoils one row's credit on request."""
+
+    spoil: int | None = None
+
+    def apply(self, s: Signal) -> Signal:
+        credit = s.credit.clone()
+        if self.spoil is not None:
+            credit[self.spoil] = math.nan
+        channels = {**s.batch.channels, "bound": 0.01 + s.credit.abs()}
+        return s.replace(credit=credit, batch=s.batch.replace(channels=channels))
+
+
+def test_a_channel_that_the_signal_derives_is_there_for_the_loss() -> None:
+    algo = recipe("grpo", credit=[{}, Derive()], clip={"low": "bound", "high": "bound"})
+    batch = random_batch(0)
+    batch = batch.replace(channels={"old": batch.channels["old"]})
+    got = outcome(algo, batch)
+    close(batch.channels["bound"], 0.01 + got.A.abs())
+
+
+def test_an_advantage_that_is_not_finite_stops_the_update() -> None:
+    with pytest.raises(RolloutError, match="the advantage of row 3 is not finite"):
+        recipe("grpo", credit=[{}, Derive(spoil=3)]).signal(random_batch(0))
+
+
+def test_an_unknown_behaviour_counts_as_no_drift() -> None:
+    """A behaviour log-prob that is NaN inside the mask: VESPO's weight and the correction take it as the old one."""
+    batch = random_batch(0)
+    hole = torch.zeros_like(batch.mask)
+    hole[0, 0] = hole[4, 0] = True
+    stage = {"type": "ImportanceCorrection", "unit": "row", "mode": "truncate"}
+    for algo in (recipe("vespo"), recipe("grpo", credit=[{}, stage])):
+        channels = channels_for(algo.channels, batch)
+        nan, filled = batch.logp.masked_fill(hole, math.nan), torch.where(hole, batch.old, batch.logp)
+        a, b = (outcome(algo, batch.replace(logp=x), channels) for x in (nan, filled))
+        close(a.A, b.A)
+        close(a.grads, b.grads)
+        close(a.loss, b.loss)
 
 
 def test_the_longest_row_is_one_that_trains() -> None:

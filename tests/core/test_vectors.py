@@ -264,3 +264,6 @@ def test_single_functions(i: int) -> None:
     # d loss / d logp of these losses is minus the mask or weight times A.
     grad = algo.grad({"logp": logp}, batch, A, ones)["logp"]
     close(-grad, expected, TOLERANCE)
+    if algo.name == "vespo":  # a weight is defined where A is 0, too
+        phi = algo.loss({"logp": logp}, batch, A, ones).metrics["phi"]
+        close(phi, (float((tensor(case["expected"]) * mask).sum()), float(mask.sum())), TOLERANCE)
