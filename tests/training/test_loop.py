@@ -125,6 +125,12 @@ def test_two_and_two_steps_are_four(tmp_path, case):
     assert_same_run(whole, parts)
 
 
+def test_the_memory_of_a_stage_passes_from_step_to_step_into_the_checkpoint(tmp_path):
+    toy_fit(tmp_path / "run", algorithm=recipe("grpo", transform=Momentum()))
+    memory = latest_checkpoint(tmp_path / "run").state["run"]["algorithm"]["transform"]
+    assert memory["batches"] == 4 and memory["last"] > 0
+
+
 def test_resuming_a_finished_run_changes_nothing(tmp_path):
     folder = tmp_path / "run"
     toy_fit(folder)

@@ -5,6 +5,7 @@ from pathlib import Path
 
 from mmgrpo.core import recipe
 from mmgrpo.core.penalty import KL
+from mmgrpo.core.ratio import Ratio
 from mmgrpo.training.distributed import start_ranks
 from tests.kit.toy_policy import GaussianToy, SymbolToy, positive, toy_fit
 
@@ -13,6 +14,8 @@ CASES = {
     "spanning": (GaussianToy, lambda: recipe("grpo"), {"prompts": 3}, {"updates": 2, "minibatches": 3}),
     "coupled": (SymbolToy, lambda: recipe("gspo", penalty=[KL("k3", 0.1)]), {"refill": 2}, {"updates": 2}),
     "drift": (GaussianToy, lambda: recipe("reinforce_pp"), {}, {"updates": 2, "minibatches": 2, "ema": 0.5}),
+    # one ratio for a group that two ranks hold: each needs the other's corrected old log-probs
+    "drift, joined": (GaussianToy, lambda: recipe("grpo", ratio=Ratio(unit="group")), {"prompts": 3}, {"updates": 2}),
 }
 
 
@@ -20,7 +23,7 @@ def main(case: str, folder: Path) -> None:
     """One run of a case in a folder."""
     make, algorithm, sampling, training = CASES[case]
     policy = make()
-    if case == "drift":
+    if case.startswith("drift"):
         policy.drift = 1e-7
     rewards = {"r": (1.0, positive)} if case == "coupled" else None
     toy_fit(
