@@ -11,6 +11,7 @@ from torch import Tensor
 
 from mmgrpo.core import Algorithm, RolloutError, Rollouts, Signal, concat, recipe, recipes
 from mmgrpo.core.clip import PPO, GammaWeight, GeometricMean, SoftGate, Truncated, TrustRegion
+from mmgrpo.core.diagnostics import describe
 from mmgrpo.core.ratio import Ratio
 from mmgrpo.core.weights import Constant, DecisionMean, RowMean
 from tests.kit.algorithms import VARIANTS, algorithms, close, outcome, plain
@@ -434,6 +435,36 @@ def test_metrics_are_means_over_decisions_in_all_and_per_kind() -> None:
     for name, value in want.items():
         for suffix, where in {"": batch.mask, "/kind1": batch.mask & (batch.keys["kind"] == 1)}.items():
             close(metrics[name + suffix], (float(value[where].sum()), float(where.sum())))
+
+
+def test_the_clip_share_of_a_geometric_mean_counts_its_own_side() -> None:
+    algo, batch = recipe("gmpo", clip={"low": 0.1, "high": 0.1}), random_batch(0)
+    channels = channels_for(algo.channels, batch)
+    A, w, _ = algo.signal(batch)
+    log_rho = torch.where(batch.mask, channels["logp"].detach() - batch.old, 0.0)
+    outside = ((log_rho < -0.1) & (A < 0)) | ((log_rho > 0.1) & (A > 0))
+    metrics = plain(algo.loss(channels, batch, A, w).metrics)
+    close(metrics["clip_share"], (float(outside.sum()), float(batch.mask.sum())))
+
+
+def test_nested_means_take_measure_weights_inside_their_units() -> None:
+    """Equal units, and in each of them decisions in proportion to their rows' measure."""
+    batch = random_batch(0, weight=torch.linspace(0.5, 2.0, 12, dtype=F64))
+    _, w, _ = recipe("grpo", weights={"type": "NestedMean", "levels": ["group"]}).signal(batch)
+    labels = [g for g in batch.group.unique() if batch.mask[batch.group == g].any()]
+    for label in labels:
+        rows = batch.group == label
+        assert batch.weight is not None
+        m = torch.where(batch.mask, batch.weight[:, None], 0.0)[rows]
+        close(w[rows], m / m.sum() / len(labels))
+
+
+def test_described_signals_count_rows_and_sizes() -> None:
+    batch = random_batch(0)
+    A, w, _ = recipe("grpo").signal(batch)
+    described = describe(batch, A, w)
+    close(described["abs_advantage"], (float(A.abs().sum()), float(batch.mask.sum())))
+    close(described["weighted_rows"], (float(batch.mask.any(1).sum()), 12.0))
 
 
 def test_shares_count_what_the_masks_drop() -> None:
