@@ -16,6 +16,9 @@ import torch
 from torch import Tensor
 
 from mmgrpo.core import Algorithm, Rollouts, diagnostics, recipe, recipes
+from mmgrpo.core.clip import PPO, GammaWeight, GeometricMean, SoftGate, Truncated, TrustRegion
+from mmgrpo.core.ratio import Ratio
+from mmgrpo.core.weights import Constant, DecisionMean, RowMean
 from tests.kit.algorithms import close
 from tests.kit.worlds import F64, EnumerableAR, EnumerableBandit, omega
 
@@ -125,6 +128,37 @@ def test_advantages_are_the_published_table(name: str, size: int) -> None:
             close(ours(k, size), want)
         else:
             assert ours(k, size) == (0.0, 0.0)
+
+
+ROW, ROW_SUM, DECISION = Ratio(unit="row"), Ratio(unit="row", reduce="sum"), Ratio()
+SETTINGS = {
+    "grpo": (DECISION, PPO(0.2, 0.2), RowMean()),
+    "dr_grpo": (DECISION, PPO(0.2, 0.2), Constant()),
+    "dapo": (DECISION, PPO(0.2, 0.28), DecisionMean()),
+    "bnpo": (DECISION, PPO(0.2, 0.2), DecisionMean()),
+    "gspo": (ROW, PPO(3e-4, 4e-4), RowMean()),
+    "gspo_token": (Ratio(unit="row", gradient="decision"), PPO(3e-4, 4e-4), RowMean()),
+    "cispo": (DECISION, Truncated(0.0, 5.0), DecisionMean()),
+    "cispo_ratio": (DECISION, Truncated(0.8, 1.28), DecisionMean()),
+    "sapo": (DECISION, SoftGate(1.0, 1.05), RowMean()),
+    "gmpo": (DECISION, GeometricMean(0.4, 0.4), RowMean()),
+    "luspo": (ROW, PPO(3e-4, 4e-4), RowMean(power=1.0)),
+    "vespo": (DECISION, GammaWeight(2.0, 3.0, 3.0, 2.0), DecisionMean()),
+    "rloo": (ROW_SUM, PPO(math.inf, math.inf), RowMean()),
+    "reinforce_pp": (DECISION, PPO(0.2, 0.2), DecisionMean()),
+    "maxrl": (DECISION, PPO(0.2, 0.2), DecisionMean()),
+    "gdpo_trl": (DECISION, PPO(0.2, 0.2), DecisionMean()),
+    "gdpo_nv": (DECISION, PPO(0.2, 0.2), DecisionMean()),
+    "gdpo_verl": (DECISION, PPO(0.2, 0.2), DecisionMean()),
+    "dppo": (DECISION, TrustRegion(0.2, 0.2, 20.0), DecisionMean()),
+}
+
+
+def test_every_recipe_has_its_published_ratio_clip_and_weights() -> None:
+    """The advantages of the recipes are pinned by their tables above."""
+    assert {n: (recipe(n).ratio, recipe(n).clip, recipe(n).weights) for n in recipes()} == {
+        n: tuple((stage,) for stage in stages) for n, stages in SETTINGS.items()
+    }
 
 
 @pytest.mark.parametrize("name", recipes())

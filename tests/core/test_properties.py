@@ -10,10 +10,7 @@ import torch
 from torch import Tensor
 
 from mmgrpo.core import Algorithm, RolloutError, Rollouts, Signal, concat, recipe, recipes
-from mmgrpo.core.clip import PPO, GammaWeight, GeometricMean, SoftGate, Truncated, TrustRegion
 from mmgrpo.core.diagnostics import describe
-from mmgrpo.core.ratio import Ratio
-from mmgrpo.core.weights import Constant, DecisionMean, RowMean
 from tests.kit.algorithms import VARIANTS, algorithms, close, outcome, plain
 from tests.kit.worlds import F64, channels_for, random_batch
 
@@ -342,6 +339,20 @@ def test_a_channel_that_the_signal_derives_is_there_for_the_loss() -> None:
     close(batch.channels["bound"], 0.01 + got.A.abs())
 
 
+@pytest.mark.parametrize("name", ["reinforce_pp", "gdpo_verl", "gdpo_trl"])
+def test_whitened_advantages_have_mean_0_and_variance_1(name: str) -> None:
+    """Over the batch's decisions in verl's form, over its rows in TRL's; rows differ in length."""
+    batch = random_batch(0, B=6, T=4).replace(group=torch.tensor([0, 0, 0, 1, 1, 1]))
+    mask = torch.arange(4) < torch.tensor([4, 1, 2, 3, 1, 4])[:, None]
+    scores = {k: torch.tensor([0.0, 1.0, 0.5, 0.25, 0.0, 1.0], dtype=F64) for k in ("a", "b")}
+    A, _, _ = recipe(name).signal(batch.replace(mask=mask, scores=scores))
+    values = A[:, 0] if name == "gdpo_trl" else A[mask]
+    close(float(values.mean()), 0.0)
+    close(float(values.std()), 1.0, 1e-4)
+    if name != "gdpo_trl":
+        assert abs(float(A[:, 0].mean())) > 0.01
+
+
 def test_an_advantage_that_is_not_finite_stops_the_update() -> None:
     with pytest.raises(RolloutError, match="the advantage of row 3 is not finite"):
         recipe("grpo", credit=[{}, Derive(spoil=3)]).signal(random_batch(0))
@@ -369,37 +380,6 @@ def test_the_longest_row_is_one_that_trains() -> None:
     batch = batch.replace(keys={**batch.keys, "reference": torch.tensor([0, 0, 0, 1])})
     _, w, _ = recipe("dr_grpo").signal(batch)
     close(w[2, 0], torch.tensor(1 / (2 * 3), dtype=F64))  # two rows count, and the longest has three decisions
-
-
-ROW, ROW_SUM, DECISION = Ratio(unit="row"), Ratio(unit="row", reduce="sum"), Ratio()
-SETTINGS = {
-    "grpo": (DECISION, PPO(0.2, 0.2), RowMean()),
-    "dr_grpo": (DECISION, PPO(0.2, 0.2), Constant()),
-    "dapo": (DECISION, PPO(0.2, 0.28), DecisionMean()),
-    "bnpo": (DECISION, PPO(0.2, 0.2), DecisionMean()),
-    "gspo": (ROW, PPO(3e-4, 4e-4), RowMean()),
-    "gspo_token": (Ratio(unit="row", gradient="decision"), PPO(3e-4, 4e-4), RowMean()),
-    "cispo": (DECISION, Truncated(0.0, 5.0), DecisionMean()),
-    "cispo_ratio": (DECISION, Truncated(0.8, 1.28), DecisionMean()),
-    "sapo": (DECISION, SoftGate(1.0, 1.05), RowMean()),
-    "gmpo": (DECISION, GeometricMean(0.4, 0.4), RowMean()),
-    "luspo": (ROW, PPO(3e-4, 4e-4), RowMean(power=1.0)),
-    "vespo": (DECISION, GammaWeight(2.0, 3.0, 3.0, 2.0), DecisionMean()),
-    "rloo": (ROW_SUM, PPO(math.inf, math.inf), RowMean()),
-    "reinforce_pp": (DECISION, PPO(0.2, 0.2), DecisionMean()),
-    "maxrl": (DECISION, PPO(0.2, 0.2), DecisionMean()),
-    "gdpo_trl": (DECISION, PPO(0.2, 0.2), DecisionMean()),
-    "gdpo_nv": (DECISION, PPO(0.2, 0.2), DecisionMean()),
-    "gdpo_verl": (DECISION, PPO(0.2, 0.2), DecisionMean()),
-    "dppo": (DECISION, TrustRegion(0.2, 0.2, 20.0), DecisionMean()),
-}
-
-
-def test_every_recipe_has_its_published_ratio_clip_and_weights() -> None:
-    """The advantages of the recipes are pinned by their tables in test_identity.py."""
-    assert {n: (recipe(n).ratio, recipe(n).clip, recipe(n).weights) for n in recipes()} == {
-        n: tuple((stage,) for stage in stages) for n, stages in SETTINGS.items()
-    }
 
 
 def test_doubling_a_batch_halves_every_weight(table: dict[str, Algorithm]) -> None:
@@ -464,6 +444,9 @@ def test_described_signals_count_rows_and_sizes() -> None:
     A, w, _ = recipe("grpo").signal(batch)
     described = describe(batch, A, w)
     close(described["abs_advantage"], (float(A.abs().sum()), float(batch.mask.sum())))
+    moving = {int(g) for g in batch.group[(A != 0).any(1)]}
+    groups = len(batch.group.unique())
+    close(described["silent_share"], (float(groups - len(moving)), float(groups)))
     close(described["weighted_rows"], (float(batch.mask.any(1).sum()), 12.0))
 
 
