@@ -113,7 +113,7 @@ def digit() -> Reward:
 
 
 def colours() -> Reward:
-    """Is the picture nothing but ink of the captioned colour over the captioned ground? exp(-10 RMS error), in (0,1]."""
+    """Is the picture only ink of the captioned colour over the captioned ground? exp(-10 RMS error), in (0,1]."""
 
     def reward(batch: Batch, ctx: Context) -> Tensor:
         rest = _explain(*_inputs(batch))[1]
