@@ -45,6 +45,11 @@ class Algorithm:
             combine, advantage, transform, credit, weights; `loss` runs ratio, clip, penalty.
         name: for people.
 
+    In every slot but transform and penalty the first stage makes the slot's result and the others change it.
+
+    Raises:
+        ValueError: a stage in a slot that is not its own, or that would have no effect where it stands.
+
     Source: ours (the composition); each stage names its own.
     """
 
@@ -62,11 +67,7 @@ class Algorithm:
         for slot in SLOTS:
             value = getattr(self, slot)
             stages = tuple(value) if isinstance(value, list | tuple) else (value,)
-            for stage in stages:
-                if not hasattr(stage, "apply"):
-                    raise ValueError(f"{slot}: a stage is a dataclass with apply, got {stage!r}")
-            if not stages and slot not in ("transform", "penalty"):
-                raise ValueError(f"{slot}: this slot cannot be empty")
+            _check_slot(slot, stages)
             object.__setattr__(self, slot, stages)
 
     def stages(self, *slots: str) -> list[tuple[str, Any]]:
@@ -222,3 +223,27 @@ class Algorithm:
                 lines.append(f"  {slot if i == 0 else '':<10} {stage}")
         lines.append("  loss       sum over decisions of w_t * element" + (" + penalties" if self.penalty else ""))
         return "\n".join(lines)
+
+
+def _check_slot(slot: str, stages: tuple[Any, ...]) -> None:
+    """Refuse stages that would have no effect: a later maker overwrites, an adjuster alone has nothing to change."""
+    for stage in stages:
+        if not hasattr(stage, "apply"):
+            raise ValueError(f"{slot}: a stage is a dataclass with apply, got {stage!r}")
+        own = [name for name, types in REGISTRY.items() if type(stage) in types.values()]
+        if own and slot not in own:
+            raise ValueError(f"{slot}: {type(stage).__name__} is a stage of the slot {own[0]}; give it there")
+    if slot in ("transform", "penalty"):
+        return
+    if not stages:
+        raise ValueError(f"{slot}: this slot cannot be empty")
+    first, *rest = stages
+    if getattr(first, "adjusts", False):
+        raise ValueError(
+            f"{slot}: {type(first).__name__} only changes what another stage makes; give a list with that one first"
+        )
+    for stage in rest:
+        if type(stage) in REGISTRY[slot].values() and not getattr(stage, "adjusts", False):
+            raise ValueError(
+                f"{slot}: {type(stage).__name__} would overwrite what {type(first).__name__} makes; keep one of them"
+            )

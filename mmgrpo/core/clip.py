@@ -228,6 +228,7 @@ class OffPolicyMask:
     threshold: float = 0.1
 
     coupling = "row"
+    adjusts = True
 
     def __post_init__(self) -> None:
         check_number(self, "threshold")

@@ -41,6 +41,7 @@ class ImportanceCorrection:
     high: float = 3.0
 
     reads = ("channels.old",)
+    adjusts = True
 
     def __post_init__(self) -> None:
         check_choice(self, "unit", "decision", "row")

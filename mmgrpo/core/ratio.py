@@ -92,6 +92,7 @@ class EntropyMask:
     top: float = 0.2
 
     reads = ("channels.entropy",)
+    adjusts = True
 
     def __post_init__(self) -> None:
         if not 0 <= self.top <= 1:

@@ -2,7 +2,8 @@
 
 A stage is a frozen dataclass of its hyper-parameters with a pure `apply`. In the signal chain it maps a Signal to a
 Signal, in the surrogate chain a Surrogate to a Surrogate. A stage that needs memory has `init() -> dict` and
-`apply(signal, state) -> (signal, state)`. It declares `reads` (batch fields) and `needs` (channels of the policy).
+`apply(signal, state) -> (signal, state)`. It declares `reads` (batch fields), `needs` (channels of the policy), and
+`adjusts = True` if it only changes what another stage of its slot makes.
 """
 
 from __future__ import annotations

@@ -153,3 +153,19 @@ def test_no_advantage_and_no_penalty_gives_zero_gradient():
     b = batch(scores=(1.0, 1.0, 0.0, 0.0))
     A, w, _ = Algorithm().signal(b)
     assert float(Algorithm().grad({"logp": moved(b)}, b, A, w)["logp"].abs().sum()) == 0.0
+
+
+@pytest.mark.parametrize(
+    ("slots", "message"),
+    [
+        ({"clip": {"type": "OffPolicyMask"}}, "clip: OffPolicyMask only changes what another stage makes"),
+        ({"ratio": [{"type": "EntropyMask"}]}, "ratio: EntropyMask only changes what another stage makes"),
+        ({"credit": {"type": "ImportanceCorrection"}}, "credit: ImportanceCorrection only changes what another"),
+        ({"clip": [{"type": "PPO"}, {"type": "SoftGate"}]}, "clip: SoftGate would overwrite what PPO makes"),
+        ({"weights": [{"type": "RowMean"}, {"type": "Constant"}]}, "weights: Constant would overwrite what RowMean"),
+        ({"clip": KL()}, "clip: KL is a stage of the slot penalty; give it there"),
+    ],
+)
+def test_a_stage_that_would_have_no_effect_where_it_stands_is_refused(slots, message):
+    with pytest.raises(ValueError, match=message):
+        recipe("grpo", **slots)
