@@ -74,14 +74,20 @@ def unpack(value: Any, tensors: dict[str, Tensor]) -> Any:
 
 
 def save_checkpoint(
-    folder: Path, step: int, save_policy: Callable[[Path], None], state: dict[str, Any], keep: int, best: int | None
+    folder: Path,
+    step: int,
+    save_policy: Callable[[Path], None],
+    state: dict[str, Any],
+    keep: int | None,
+    best: int | None,
 ) -> Path:
-    """Write checkpoint `step` into `folder`, then delete all but the newest `keep` and the one of step `best`.
+    """Write checkpoint `step` into `folder`, then delete all but the newest `keep` (None: delete none) and the `best`.
 
     Args:
         folder: the run's checkpoints folder.
         save_policy: writes the policy's weights into the folder it is given.
         state: a tree for `pack`.
+        best: a step whose checkpoint stays, however old.
 
     Raises:
         RunError: the disk is full, read-only, ...; earlier checkpoints are intact.
@@ -96,10 +102,11 @@ def save_checkpoint(
             shutil.rmtree(partial, ignore_errors=True)  # on a full disk this is what the next try needs
             raise
         if place.exists():
-            _discard(place)
+            os.rename(place, folder / f".{place.name}.discarded")
         os.rename(partial, place)
         sync_folder(folder)
-        for old in _checkpoints(folder)[:-keep]:
+        _clean(folder)
+        for old in _checkpoints(folder)[:-keep] if keep else []:
             if old != best and old != step:
                 _discard(folder / f"step_{old:06d}")
     return place

@@ -100,6 +100,8 @@ def _train(session: Session, stopped: threading.Event) -> None:
     steps, every = config.training.steps, config.checkpoint.every
     if _evaluation_due(session) and not ranks.gather(_is_evaluated(session))[0]:
         _evaluate(session)
+        if session.saved is not None:  # that checkpoint does not know of this evaluation yet
+            save_session(session, again=True)
     while session.state.step < steps:
         if any(ranks.gather(stopped.is_set())):
             if session.state.step:
@@ -237,10 +239,13 @@ def _how_to_go_on(session: Session) -> str:
 
 
 def _rescue(session: Session) -> None:
-    """Save the last finished step if the weights are still those of it. The error on its way out matters more."""
+    """Save the last finished step if the weights are still those of it. The error on its way out matters more.
+
+    No older checkpoint is deleted for it: what failed may be the weights of this step.
+    """
     if session.state.step and not session.updater.moved:
         with suppress(Exception):
-            save_session(session, wait=False)
+            save_session(session, wait=False, prune=False)
 
 
 @contextmanager

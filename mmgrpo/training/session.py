@@ -160,6 +160,12 @@ def load_session(session: Session) -> list[str]:
     session.run.truncate_metrics(-1 if found is None else found.step)
     if found is None:
         return [f"{folder} has no checkpoint yet: starting from step 0"]
+    if (found.state["ema"] is None) != (u.ema is None):
+        there = "no running mean" if found.state["ema"] is None else "a running mean"
+        raise TrainingError(
+            f"{found.folder} holds {there}, but training.ema is {session.config.training.ema:g}; set it in "
+            f"{folder / 'config.yaml'} to what it was when the run began"
+        )
     u.policy.load(found.folder / "policy")
     if [id(p) for p in u.policy.parameters()] != [id(p) for p in u.parameters]:
         raise TrainingError("policy.load replaced its parameters; it must copy into those it has")
@@ -171,17 +177,19 @@ def load_session(session: Session) -> list[str]:
     return [*notes, f"resuming {folder} after step {found.step}"]
 
 
-def save_session(session: Session, wait: bool = True) -> None:
+def save_session(session: Session, wait: bool = True, prune: bool = True, again: bool = False) -> None:
     """Write the checkpoint of the present step, unless it is there already.
 
     Args:
         wait: for the other ranks; False after an error, when they may be gone.
+        prune: delete checkpoints beyond `checkpoint.keep`.
+        again: replace it if it is there.
 
     Raises:
         RunError: it cannot be written; earlier checkpoints are intact.
     """
     u, state = session.updater, session.state
-    if session.saved == state.step:
+    if session.saved == state.step and not again:
         return
     if session.run.writes:
         _sync_metrics(session.run)
@@ -190,7 +198,7 @@ def save_session(session: Session, wait: bool = True) -> None:
             "optimizer": u.optimizer.state_dict(),
             "ema": None if u.ema is None else u.ema.mean,
         }
-        keep, best = session.config.checkpoint.keep, (state.best or {}).get("step")
+        keep, best = session.config.checkpoint.keep if prune else None, (state.best or {}).get("step")
         save_checkpoint(session.run.folder / "checkpoints", state.step, u.policy.save, tree, keep, best)
     session.saved = state.step
     if wait:

@@ -185,6 +185,43 @@ def test_a_judge_that_fails_at_an_evaluation_is_asked_again_on_resume(tmp_path):
     assert_same_run(whole, parts)
 
 
+def test_an_evaluation_that_was_cut_short_after_the_last_step_is_in_the_checkpoint_after_resume(tmp_path):
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    toy_fit(whole)
+
+    def interrupted(batch, ctx):
+        if not ctx.train and ctx.step == 4:
+            raise KeyboardInterrupt
+        return near(batch, ctx)
+
+    with pytest.raises(Interrupted, match="step 4 is saved"):
+        toy_fit(parts, rewards={"near": (1.0, interrupted)})
+    toy_fit(parts, resume=True)
+    assert_same_run(whole, parts)
+    assert latest_checkpoint(parts).state["run"]["best"]["step"] == 4
+
+
+def test_what_is_saved_after_a_failure_pushes_no_good_checkpoint_out(tmp_path):
+    """The weights of the step that is saved then may be what failed."""
+
+    def fail(batch, ctx):
+        if ctx.train and ctx.step == 3:
+            raise ZeroDivisionError("no")
+        return near(batch, ctx)
+
+    with pytest.raises(RewardError):
+        toy_fit(tmp_path / "run", rewards={"near": (1.0, fail)}, checkpoint={"every": 2, "keep": 1})
+    assert checkpoint_steps(tmp_path / "run") == [2, 3]
+
+
+@pytest.mark.parametrize("before, after, message", [(0, 0.5, "no running mean"), (0.5, 0, "a running mean")])
+def test_a_running_mean_cannot_come_or_go_at_a_resume(tmp_path, before, after, message):
+    folder = tmp_path / "run"
+    toy_fit(folder, training={"ema": before})
+    with pytest.raises(TrainingError, match=f"step_000004 holds {message}, but training.ema is {after}"):
+        toy_fit(folder, training={"ema": after}, resume=True)
+
+
 def test_a_loss_or_gradient_that_is_not_finite_stops_and_loses_nothing(tmp_path):
     folder, count = tmp_path / "run", 0
 
