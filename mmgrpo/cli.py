@@ -114,7 +114,7 @@ def _training_commands(command: Any) -> None:
         "evaluate:sample",
         "make samples with a trained run",
         "Writes one file per sample. Without --prompt it takes held-out prompts of the run.",
-        'mmgrpo sample runs/short --prompt "a red 3" --count 8 --out pictures',
+        'mmgrpo sample runs/short --prompt "a red 3 on black" --count 8 --out pictures',
     )
     sample.add_argument("run", metavar="RUN", help=_RUN)
     sample.add_argument("--prompt", action="append", default=[], help="what to make; may be given several times")

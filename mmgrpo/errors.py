@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable
+import signal
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
 
 
 class UserError(Exception):
@@ -12,6 +15,35 @@ class UserError(Exception):
 
 class Interrupted(UserError):
     """The person stopped the work (Ctrl-C). The message says what is saved and how to go on."""
+
+
+@contextmanager
+def interruptible() -> Iterator[None]:
+    """Inside, Ctrl-C always leaves as KeyboardInterrupt, even from a library that turns it into an error of its own
+    (safetensors does, when it is hit while it calls back into Python)."""
+    hit = False
+
+    def note(number: int, frame: Any) -> None:
+        nonlocal hit
+        hit = True
+        raise KeyboardInterrupt
+
+    if signal.getsignal(signal.SIGINT) is not signal.default_int_handler:  # someone else decides what Ctrl-C does
+        yield
+        return
+    try:
+        signal.signal(signal.SIGINT, note)
+    except ValueError:  # not the main thread: Ctrl-C does not arrive here
+        yield
+        return
+    try:
+        yield
+    except Exception as error:
+        if hit and not isinstance(error, Interrupted):
+            raise KeyboardInterrupt from error
+        raise
+    finally:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def nearest(word: str, known: Iterable[str], cutoff: float = 0.6) -> str | None:

@@ -145,5 +145,12 @@ def _features(pictures: Tensor) -> Tensor:
 
 
 def words(items: list[dict[str, str]]) -> Tensor:
-    """[B,3] long: the three words of each caption as indices into one vocabulary of 18."""
-    return asked_indices(items) + torch.tensor([0, len(COLOURS), len(COLOURS) + 10])
+    """[B,3] long: the three words of each caption as indices into one vocabulary of 18.
+
+    Raises:
+        PipelineError: a caption that the model does not know.
+    """
+    try:
+        return asked_indices(items) + torch.tensor([0, len(COLOURS), len(COLOURS) + 10])
+    except (ValueError, AttributeError) as error:  # AttributeError: the caption is no string
+        raise PipelineError(str(error)) from None

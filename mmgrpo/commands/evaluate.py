@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from argparse import Namespace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -10,13 +11,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ..config import ConfigError, RunConfig, load_config, resolve_config
-from ..errors import UserError, nearest
+from ..errors import UserError, interruptible, nearest
 from ..files import write_bytes, writing
 from ..rewards.base import Batch, Context, score
 from ..run import checkpoint_steps, require_run
 from ..sampling.keys import Keys, stream_id
 from ..training.build import Parts, build
-from ..training.checkpoint import Checkpoint, latest_checkpoint, load_policy, read_checkpoint
+from ..training.checkpoint import Checkpoint, CheckpointError, latest_checkpoint, load_policy, read_checkpoint
 from ..training.distributed import Ranks, start_ranks
 from ..training.evaluate import Evaluator, evaluation_rows, weighted_sum
 from ..training.evaluate import evaluate as score_splits
@@ -52,6 +53,8 @@ def sample(args: Namespace) -> None:
     """Write samples of a run's checkpoint, one file each, and print their names."""
     if args.count < 1:
         raise UserError(f"--count {args.count}: give at least 1")
+    if not 0 <= args.seed < 2**63:
+        raise UserError(f"--seed {args.seed}: give a whole number from 0 to {2**63 - 1}")
     if Path(args.out).is_dir() and any(Path(args.out).iterdir()):
         raise UserError(f"--out {args.out}: this folder is not empty; choose another, so that nothing is overwritten")
     folder = require_run(args.run)
@@ -116,10 +119,13 @@ def _load(config: RunConfig, folder: Path | None, step: int | None) -> tuple[Par
     """The parts of a config on this process's device, with a checkpoint's weights; None where it is untrained."""
     if folder is None and step is not None:
         raise ConfigError("--step names a checkpoint of a run, but a config was given; give the run's folder")
-    found = _checkpoint(folder, step) if folder is not None else None
-    parts = build(config)
-    if found is not None:
-        load_policy(parts.pipeline.policy, found)
+    with interruptible():
+        found = _checkpoint(folder, step) if folder is not None else None
+        parts = build(config)
+        if found is not None:
+            load_policy(parts.pipeline.policy, found)
+    for problem in found.damaged if found is not None else ():
+        print(f"mmgrpo: passing over a damaged checkpoint: {problem}", file=sys.stderr)
     ranks = start_ranks(config.training.precision)
     for module in parts.pipeline.policy.modules().values():
         module.to(ranks.device)
@@ -133,16 +139,25 @@ def _checkpoint(folder: Path, step: int | None) -> Checkpoint | None:
     if step not in steps:
         have = f"it has those of steps {', '.join(map(str, steps))}" if steps else "it has none yet"
         raise UserError(f"{folder} has no checkpoint of step {step}; {have}")
-    return read_checkpoint(folder / "checkpoints" / f"step_{step:06d}")
+    try:
+        return read_checkpoint(folder / "checkpoints" / f"step_{step:06d}")
+    except CheckpointError as error:
+        raise UserError(f"{error}; restore it from a copy, or leave out --step: the newest good one is taken") from None
 
 
 def _item(pipeline: Pipeline, text: str) -> Any:
     """The item that a --prompt means: JSON as it stands, or the known item with that caption."""
     if text.lstrip().startswith(("{", "[")):
         try:
-            return json.loads(text)
+            item = json.loads(text)
         except ValueError as error:
             raise UserError(f"--prompt {text}: looks like JSON, but is not: {error}") from None
+        try:
+            pipeline.caption(item)
+        except (KeyError, TypeError, IndexError):
+            example = json.dumps(pipeline.prompts[0], ensure_ascii=False)
+            raise UserError(f"--prompt {text}: is no prompt of this pipeline, which read like {example}") from None
+        return item
     known = {pipeline.caption(item): item for item in [*pipeline.prompts, *pipeline.heldout]}
     if text in known:
         return known[text]

@@ -6,7 +6,7 @@ from argparse import Namespace
 from pathlib import Path
 
 from ..config import RunSection, load_config
-from ..errors import Interrupted
+from ..errors import Interrupted, interruptible
 from ..run import checkpoint_steps, default_folder, require_free, require_run
 
 
@@ -14,10 +14,11 @@ def train(args: Namespace) -> None:
     """Train as the config says, in a new folder."""
     config = load_config(args.config, args.overrides)
     folder = require_free(default_folder(config))  # fixed here, so that Ctrl-C at any time can say what is there
-    from ..training import train as start
-
     try:
-        start(config.model_copy(update={"run": RunSection(folder=str(folder))}))
+        with interruptible():
+            from ..training import train as start
+
+            start(config.model_copy(update={"run": RunSection(folder=str(folder))}))
     except KeyboardInterrupt:
         raise Interrupted(saved(folder)) from None
 
@@ -25,10 +26,11 @@ def train(args: Namespace) -> None:
 def resume(args: Namespace) -> None:
     """Continue a run from its newest checkpoint."""
     folder = require_run(args.run)
-    from ..training import resume as restart
-
     try:
-        restart(folder)
+        with interruptible():
+            from ..training import resume as restart
+
+            restart(folder)
     except KeyboardInterrupt:
         raise Interrupted(saved(folder)) from None
 

@@ -48,6 +48,13 @@ MISTAKES = {
     "unknown prompt": (["sample", "runs/a", "--prompt", "gray 2"], "not among the 4 prompts of this run; did you mean"),
     "nothing like it": (["sample", "runs/a", "--prompt", "xyz"], "which read like 'grey 0', 'grey 1', 'grey 2'"),
     "bad JSON": (["sample", "runs/a", "--prompt", "{level"], "looks like JSON, but is not"),
+    "no prompt": (
+        ["sample", "runs/a", "--prompt", "{}"],
+        '--prompt {}: is no prompt of this pipeline, which read like {"level": 0}',
+    ),
+    "a list": (["sample", "runs/a", "--prompt", "[1]"], "--prompt [1]: is no prompt of this pipeline"),
+    "seed": (["sample", "runs/a", "--seed", str(2**63)], f"--seed {2**63}: give a whole number from 0 to"),
+    "negative seed": (["sample", "runs/a", "--seed", "-1"], "--seed -1: give a whole number from 0 to"),
     "count": (["sample", "runs/a", "--count", "0"], "--count 0: give at least 1"),
     "occupied": (["sample", "runs/a", "--out", "runs"], "--out runs: this folder is not empty; choose another"),
     "no such step": (
@@ -73,7 +80,12 @@ def test_a_damaged_checkpoint_is_refused(trained: Path, capsys: pytest.CaptureFi
     data[-1] ^= 1
     file.write_bytes(data)
     assert main(["evaluate", "runs/a", "--step", "2"]) == 2
-    assert "is damaged (its SHA-256 has changed)" in capsys.readouterr().err
+    assert (
+        "is damaged (its SHA-256 has changed); restore it from a copy, or leave out --step" in capsys.readouterr().err
+    )
+    assert main(["sample", "runs/a"]) == 0
+    said = capsys.readouterr().err
+    assert said.startswith("mmgrpo: passing over a damaged checkpoint: runs/a") and len(said.splitlines()) == 1
 
 
 def test_compare_kernels(toy: Path, capsys: pytest.CaptureFixture[str]) -> None:

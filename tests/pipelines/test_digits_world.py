@@ -38,6 +38,12 @@ def test_heldout_pairs_are_never_trained_and_every_word_is_seen_in_both():
         assert {p[column] for p in trained} == {p[column] for p in heldout} == set(range(size))
 
 
+@pytest.mark.parametrize("prompt", ["hello", "", 3])
+def test_words_of_an_unknown_caption(prompt):
+    with pytest.raises(PipelineError):
+        words([{"prompt": prompt}])
+
+
 def test_words_share_one_vocabulary():
     assert words([{"prompt": "a red 0 on black"}, {"prompt": "a cyan 9 on white"}]).tolist() == [
         [0, 6, 16],
