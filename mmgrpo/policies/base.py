@@ -97,7 +97,7 @@ class Policy(Protocol):
         ...
 
     def chunks(self, payload: Payload, limit: int) -> list[Chunk]:
-        """Blocks of at most `limit` rows that cover every decision once."""
+        """Blocks of at most `limit` rows that cover every decision once. The payload has at least one row."""
         ...
 
     def replay(self, payload: Payload, chunk: Chunk, channels: Sequence[str]) -> dict[str, Tensor]:
@@ -113,7 +113,8 @@ class Policy(Protocol):
         ...
 
     def modules(self) -> dict[str, torch.nn.Module]:
-        """The trained modules by name: what the trainer prepares for its engine and puts in train or eval mode."""
+        """The trained modules by name: the trainer moves them to its device. Train or eval mode is the policy's own
+        choice; it must be the same in rollout and replay."""
         ...
 
     def save(self, folder: Path) -> None:

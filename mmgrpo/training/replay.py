@@ -20,6 +20,8 @@ def replay_channels(
         limit: most rows in one forward pass.
     """
     out: dict[str, Tensor] = {}
+    if not len(payload):  # a rank may hold no row of an optimisation batch
+        return {name: torch.zeros(0, width) for name in names}
     with torch.no_grad(), ranks.autocast():
         for chunk in policy.chunks(payload, limit):
             block = (chunk.rows.cpu()[:, None], chunk.cols.cpu()[None, :])
@@ -27,4 +29,4 @@ def replay_channels(
                 if name not in out:
                     out[name] = torch.zeros(len(payload), width, dtype=value.dtype)
                 out[name][block] = value.cpu()
-    return {name: out.get(name, torch.zeros(len(payload), width)) for name in names}
+    return {name: out[name] for name in names}

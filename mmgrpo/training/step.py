@@ -124,7 +124,9 @@ def backward(policy: Policy, algorithm: Algorithm, part: Part, update: Update, r
     known = update.first and update.old != "rollout" and all(name in recorded for name in names)
     if known and update.route != "direct":
         return _through_channels(policy, algorithm, part, {n: recorded[n] for n in names}, update, ranks)
-    if update.route == "direct" or (update.route == "auto" and _separable(policy, algorithm, part, update.limit)):
+    if update.route == "direct" or (
+        update.route == "auto" and _separable(policy, algorithm, part, update.limit, ranks)
+    ):
         return _direct(policy, algorithm, part, update, ranks)
 
     own = replay_channels(policy, part.payload, batch.shape[1], names, update.limit, ranks)
@@ -134,10 +136,10 @@ def backward(policy: Policy, algorithm: Algorithm, part: Part, update: Update, r
         out.agreement, fixed = compare(own["logp"], old, mask, update.trusted)
         out.old = fixed if update.old == "auto" else old
         part = replace(part, batch=with_old(batch, part.mine, out.old, ranks))
-    channels = {n: torch.zeros(batch.shape, dtype=own[n].dtype) for n in names}
+    channels = {n: torch.zeros_like(batch.logp) for n in names}
     for mine, values in ranks.gather((part.mine, own)):
         for n in names:
-            channels[n][mine] = values[n]
+            channels[n][mine] = values[n].to(batch.logp)
     found = _through_channels(policy, algorithm, part, channels, replace(update, first=False), ranks)
     return replace(out, metrics=found.metrics, replayed=found.replayed)
 
@@ -205,10 +207,11 @@ def _direct(policy: Policy, algorithm: Algorithm, part: Part, update: Update, ra
     return out
 
 
-def _separable(policy: Policy, algorithm: Algorithm, part: Part, limit: int) -> bool:
-    """True if the sum of the chunks' losses is the batch's loss."""
+def _separable(policy: Policy, algorithm: Algorithm, part: Part, limit: int, ranks: Ranks) -> bool:
+    """True if the sum of the chunks' losses is the batch's loss; the ranks agree on it, since routes communicate."""
     if algorithm.coupling == "row":
-        return all(len(chunk.cols) == part.batch.shape[1] for chunk in policy.chunks(part.payload, limit))
+        chunks = policy.chunks(part.payload, limit) if len(part.payload) else []
+        return all(ranks.gather(all(len(chunk.cols) == part.batch.shape[1] for chunk in chunks)))
     return algorithm.coupling == "decision"
 
 

@@ -100,6 +100,7 @@ class GaussianToy(_Toy):
         return Payload({"sample": self._active(items).detach()}, list(items), {})
 
     def chunks(self, payload: Payload, limit: int) -> list[Chunk]:
+        assert len(payload), "the trainer asks for no chunks of an empty payload"
         rows = torch.arange(len(payload)).split(limit)
         return [Chunk(r, torch.tensor([t])) for t in range(self.T) for r in rows]
 
@@ -145,6 +146,7 @@ class SymbolToy(_Toy):
             return self.rollout(items, keys)[1]
 
     def chunks(self, payload: Payload, limit: int) -> list[Chunk]:
+        assert len(payload), "the trainer asks for no chunks of an empty payload"
         return [Chunk(rows, torch.arange(self.T)) for rows in torch.arange(len(payload)).split(limit)]
 
     def replay(self, payload: Payload, chunk: Chunk, channels: Sequence[str]) -> dict[str, Tensor]:
