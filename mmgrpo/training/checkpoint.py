@@ -47,8 +47,9 @@ def pack(value: Any, tensors: dict[str, Tensor], path: str = "") -> Any:
     Raises TypeError for anything else.
     """
     if isinstance(value, Tensor):
-        tensors[path] = value.detach().cpu().contiguous().clone()
-        return {"tensor": path}
+        name = path if path not in tensors else f"{path} ({len(tensors)})"  # keys may hold a slash, or be 1 and "1"
+        tensors[name] = value.detach().cpu().contiguous().clone()
+        return {"tensor": name}
     if isinstance(value, dict):
         items = [[pack(k, tensors), pack(v, tensors, f"{path}/{k}")] for k, v in value.items()]
         return {"dict": items}

@@ -34,6 +34,14 @@ def save(folder, step=1, policy=None, state=None, keep=2, best=None):
     return save_checkpoint(folder / "checkpoints", step, (policy or GaussianToy()).save, state or STATE, keep, best)
 
 
+def test_keys_that_look_alike_keep_their_own_tensors():
+    """A stage's memory may be keyed by labels that hold a slash, or by numbers beside their names."""
+    tree = {"a/b": torch.zeros(1), "a": {"b": torch.ones(1)}, 1: torch.full((1,), 2.0), "1": torch.full((1,), 3.0)}
+    tensors = {}
+    back = unpack(json.loads(json.dumps(pack(tree, tensors))), tensors)
+    assert [back["a/b"].item(), back["a"]["b"].item(), back[1].item(), back["1"].item()] == [0, 1, 2, 3]
+
+
 def test_pack_and_unpack_are_exact():
     tensors = {}
     tree = json.loads(json.dumps(pack(STATE, tensors)))
