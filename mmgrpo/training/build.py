@@ -35,7 +35,8 @@ def build(config: RunConfig) -> Parts:
     """Load the pipeline, the rewards and the algorithm of a config.
 
     Raises:
-        ConfigError: a held-out reward has the name of a trained one, or reward weights are given twice.
+        ConfigError: a held-out reward has the name of a trained one, reward weights are given twice, or the method
+            needs a channel that the policy does not give.
         PipelineError, PolicyError, RewardError: something cannot be loaded.
     """
     from ..pipelines.base import load_pipeline
@@ -49,7 +50,15 @@ def build(config: RunConfig) -> Parts:
             )
     algorithm = with_reward_weights(resolve_method(config), {name: weight for name, (weight, _) in rewards.items()})
     torch.manual_seed(config.training.seed)  # weights that a pipeline draws anew are the same on every rank and resume
-    return Parts(load_pipeline(config), rewards, algorithm, judges)
+    pipeline = load_pipeline(config)
+    for name in algorithm.channels:
+        if name not in pipeline.policy.channel_names:
+            users = [slot for slot, stage in algorithm.stages() if name in getattr(stage, "needs", ())]
+            raise ConfigError(
+                f"method.{users[0]} needs the channel {name!r}, which the policy does not give (it has "
+                f"{', '.join(pipeline.policy.channel_names)}); remove that stage, or change the policy section"
+            )
+    return Parts(pipeline, rewards, algorithm, judges)
 
 
 def with_reward_weights(algorithm: Algorithm, weights: Mapping[str, float]) -> Algorithm:

@@ -3,8 +3,8 @@
 import pytest
 from safetensors.torch import load_file
 
-from mmgrpo.config import ConfigError, load_config
-from mmgrpo.core import recipe
+from mmgrpo.config import ConfigError, load_config, resolve_method
+from mmgrpo.core import recipe, recipes
 from mmgrpo.run import RunError, read_config, read_metrics, read_samples, read_summary
 from mmgrpo.training import Hooks, resume, train
 from mmgrpo.training.build import build, with_reward_weights
@@ -59,7 +59,16 @@ def test_what_cannot_be_loaded_leaves_no_folder(tmp_path):
         train(config(tmp_path / "r", "policy.kernal=ode"))
     with pytest.raises(ConfigError, match="'digits' is trained on and reported anyway"):
         train(config(tmp_path / "r", "evaluation.rewards=[{name: digits}]"))
+    with pytest.raises(ConfigError, match="method.penalty.1 needs the channel 'entropy'.*it has logp, kl_ref"):
+        train(config(tmp_path / "r", "method.penalty=[{type: KL, estimator: k2}, {type: Entropy}]"))
+    with pytest.raises(ConfigError, match="method.penalty needs the channel 'kl_ref'"):
+        train(config(tmp_path / "r", "policy.reference=none"))
     assert not (tmp_path / "r").exists()
+
+
+@pytest.mark.parametrize("name", recipes())
+def test_a_recipe_put_into_the_demo_keeps_its_own_clip(name):
+    assert resolve_method(config("unused", f"method.recipe={name}")).clip == recipe(name).clip
 
 
 def test_reward_weights_reach_the_stage_that_sums():
