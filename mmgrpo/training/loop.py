@@ -77,12 +77,12 @@ def fit(
         try:
             _train(session, stopped)
         except KeyboardInterrupt:
-            _rescue(session)
+            _rescue(session, prune=True)
             raise Interrupted(f"stopped at once. {_how_to_go_on(session)}") from None
         except Interrupted:
             raise
         except Exception:
-            _rescue(session)
+            _rescue(session, prune=False)
             session.bar.say(f"failed after step {session.state.step}. {_how_to_go_on(session)}")
             raise
         finally:
@@ -238,14 +238,15 @@ def _how_to_go_on(session: Session) -> str:
     return f"{saved}; continue with `mmgrpo resume {session.run.folder}`"
 
 
-def _rescue(session: Session) -> None:
+def _rescue(session: Session, prune: bool) -> None:
     """Save the last finished step if the weights are still those of it. The error on its way out matters more.
 
-    No older checkpoint is deleted for it: what failed may be the weights of this step.
+    Args:
+        prune: False after a failure: the weights of this step may be what failed, so no older checkpoint is deleted.
     """
     if session.state.step and not session.updater.moved:
         with suppress(Exception):
-            save_session(session, wait=False, prune=False)
+            save_session(session, wait=False, prune=prune)
 
 
 @contextmanager
