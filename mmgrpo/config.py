@@ -131,7 +131,7 @@ class OptimizerSection(Section):
     eps: float = Field(1e-8, gt=0, description="Adam's epsilon.")
     clip_norm: float | None = Field(1.0, gt=0, description="Largest norm of the whole gradient; null: no clipping.")
     schedule: Literal["constant", "linear", "cosine"] = Field(
-        "constant", description="The learning rate after warm-up: constant, or down to 0 at the last step."
+        "constant", description="The learning rate after warm-up: constant, or falling to 0 after the last step."
     )
     warmup: int = Field(0, ge=0, description="Training steps over which the learning rate rises from 0 to lr.")
 
@@ -146,7 +146,7 @@ class TrainingSection(Section):
     old: Literal["auto", "rollout", "replay"] = Field(
         "auto",
         description="Where the old log-probs come from: the rollout, or a replay before the first update. "
-        "auto: the rollout, unless the method or policy needs a replay.",
+        "auto: the rollout, but a replay where the two differ by more than rounding or the method compares them.",
     )
     precision: Literal["auto", "float32", "bfloat16"] = Field(
         "auto", description="Of the model's forward pass; auto: bfloat16 on a GPU, float32 on a CPU."

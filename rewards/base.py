@@ -33,7 +33,9 @@ class Batch:
     Args:
         prompts: B prompt items (JSON values), row-aligned.
         samples: modality -> B samples, row-aligned: "image" [B,3,H,W] float in [0,1]; "text" list of B str.
-        group: B labels of who is compared with whom; None where the samples are not grouped.
+        group: B labels of who is compared with whom; None where the samples are not grouped. With several processes
+            each scores its own rows: a reward that compares a group needs prompts divisible by their number, so that
+            no group is cut.
     """
 
     prompts: list[Any]

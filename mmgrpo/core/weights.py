@@ -2,6 +2,9 @@
 
 Rows count with u = G m (measure weight m in a group of G used rows; 1 without measure weights). Invalid and reference
 rows count nowhere; a row with an empty mask counts in means over rows and contributes 0.
+
+A stage here reads the batch alone (masks, keys, channels), not rewards or advantages: each minibatch is weighed again,
+on its own, and knows no rewards. Factors that depend on rewards belong in the credit slot.
 """
 
 from __future__ import annotations

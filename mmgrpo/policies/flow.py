@@ -94,7 +94,8 @@ class FlowPolicy:
     The payload holds `initial` and `sample` [B,*shape], `before` and `after` [B,W,*shape] (float32, the two ends of the
     W stochastic steps) and `origin` [B] (equal where rollouts start from the same noise and item); in common `window`
     and `sigmas`. The exact Langevin kernel's x^ is not recorded: it depends on the parameters, so replay computes it.
-    Replay adds the reference's means to the payload, so that each is computed once whatever the number of updates.
+    Replay adds the reference's means to the payload, so that each is computed once per payload: once per batch, or once
+    per pass where a batch is cut into minibatches.
     """
 
     def __init__(
