@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from .rollouts import Rollouts
 from .stage import Surrogate, check_choice, check_number
 from .statistics import quantile
 
@@ -62,7 +63,7 @@ class Ratio:
             count = s.mask.sum(1, keepdim=True).clamp(min=1)
             return (total / count if self.reduce == "mean" else total).expand_as(own)
         key = s.batch.key(self.unit)[s.rows][:, s.cols]
-        row = torch.zeros_like(key) if self._joins_rows(s) else s.rows[:, None].expand_as(key)
+        row = torch.zeros_like(key) if self.joins_rows(s.batch) else s.rows[:, None].expand_as(key)
         _, unit = torch.unique(torch.stack([row, key], -1).reshape(-1, 2), dim=0, return_inverse=True)
         n = int(unit.max()) + 1 if unit.numel() else 0
         total = own.new_zeros(n).index_add(0, unit, own.reshape(-1))
@@ -70,8 +71,11 @@ class Ratio:
             total = total / own.new_zeros(n).index_add(0, unit, s.mask.reshape(-1).to(own)).clamp(min=1)
         return total[unit].reshape(own.shape)
 
-    def _joins_rows(self, s: Surrogate) -> bool:
-        return self.unit == "group" or s.batch.keys[self.unit].dim() == 1
+    def joins_rows(self, batch: Rollouts) -> bool:
+        """True if a unit holds the decisions of several rows."""
+        if self.unit in ("decision", "row"):
+            return False
+        return self.unit == "group" or batch.keys[self.unit].dim() == 1
 
     def __str__(self) -> str:
         own = "log pi - log pi_old"

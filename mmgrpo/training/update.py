@@ -8,10 +8,11 @@ import torch
 from torch import Tensor
 
 from ..core import Algorithm, Rollouts
+from ..core.ratio import Ratio
 from ..policies.base import Payload, Policy
 from .agreement import Agreement, add_up, check, compare
 from .clock import Clock
-from .distributed import Ranks, merge_metrics
+from .distributed import Ranks, TrainingError, merge_metrics
 from .draw import Drawn
 from .optim import Ema, Hooks, apply_gradients, clip_gradients
 from .replay import replay_channels
@@ -105,12 +106,30 @@ def optimise(u: Updater, drawn: Drawn, A: Tensor, w: Tensor, step: int, lr: floa
 
 
 def make_part(u: Updater, batch: Rollouts, A: Tensor, w: Tensor, payload: Payload, mine: Tensor, rows: Tensor) -> Part:
-    """The optimisation batch of some rows (ascending) of a batch."""
+    """The optimisation batch of some rows (ascending) of a batch.
+
+    Raises:
+        TrainingError: the loss joins these rows with others.
+    """
     if len(rows) == batch.shape[0]:
         return Part(batch, A, w, payload, mine)
+    _check_whole(u.algorithm, batch, rows)
     some, own = batch.select(rows), torch.isin(mine, rows).nonzero()[:, 0]
     weights = weigh(u.algorithm, some, A[rows])
     return Part(some, A[rows], weights, payload.select(own), torch.searchsorted(rows, mine[own]))
+
+
+def _check_whole(algorithm: Algorithm, batch: Rollouts, rows: Tensor) -> None:
+    inside = torch.zeros(batch.shape[0], dtype=torch.bool)
+    inside[rows] = True
+    for stage in algorithm.ratio:
+        if isinstance(stage, Ratio) and stage.joins_rows(batch):
+            unit = batch.key(stage.unit)[:, 0]
+            if bool(torch.isin(unit[inside], unit[~inside]).any()):
+                raise TrainingError(
+                    f"the ratio's unit {stage.unit!r} joins rollouts that training.minibatches would separate; "
+                    "use fewer minibatches, 1 to be sure"
+                )
 
 
 def settle_old(u: Updater, batch: Rollouts, drawn: Drawn, rows: Tensor, mine: Tensor, old: Tensor) -> Rollouts:

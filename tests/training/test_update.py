@@ -5,6 +5,7 @@ import torch
 
 from mmgrpo.core import recipe
 from mmgrpo.core.clip import PPO
+from mmgrpo.core.ratio import Ratio
 from mmgrpo.training.distributed import TrainingError
 from mmgrpo.training.draw import Source, draw_batch
 from mmgrpo.training.update import Updater, certify, make_part, optimise, settle_old
@@ -65,6 +66,21 @@ def test_updates_times_minibatches_optimizer_steps():
     metrics = optimise(u, drawn, A, w, step=0, lr=0.01)
     assert metrics["grad_norm"][1] == 6.0 and metrics["loss"][1] == 6.0
     assert metrics["old_gap"] == (0.0, 24.0)  # checked in the first optimisation batch: 8 rows of 3
+
+
+def test_minibatches_that_would_cut_a_joint_ratio_are_refused():
+    """8 parts of 4 groups are parts of single rows; 2 parts hold whole groups, but not whole events across groups."""
+    policy = GaussianToy()
+    drawn = drawn_batch(policy)
+    drawn.batch.keys["event"] = torch.arange(16) % 4
+    for unit, minibatches in (("group", 8), ("event", 2)):
+        u = updater(policy, recipe("grpo", ratio=Ratio(unit=unit)), minibatches=minibatches)
+        A, w, _ = u.algorithm.signal(drawn.batch)
+        with pytest.raises(TrainingError, match=f"unit '{unit}' joins rollouts that training.minibatches"):
+            optimise(u, drawn, A, w, step=0, lr=0.01)
+        assert not u.moved
+    u = updater(policy, recipe("grpo", ratio=Ratio(unit="group")), minibatches=4)
+    optimise(u, drawn, A, w, step=0, lr=0.01)
 
 
 def test_the_certificate_replays_every_decision_and_is_not_counted():
