@@ -120,8 +120,11 @@ def _load(config: RunConfig, folder: Path | None, step: int | None) -> tuple[Par
     if folder is None and step is not None:
         raise ConfigError("--step names a checkpoint of a run, but a config was given; give the run's folder")
     with interruptible():
-        found = _checkpoint(folder, step) if folder is not None else None
+        if folder is not None and step is not None:
+            _require_step(folder, step)
         parts = build(config)
+        # Read after the slow part: a run that still trains may delete a checkpoint at any moment.
+        found = _checkpoint(folder, step) if folder is not None else None
         if found is not None:
             load_policy(parts.pipeline.policy, found)
     for problem in found.damaged if found is not None else ():
@@ -132,13 +135,17 @@ def _load(config: RunConfig, folder: Path | None, step: int | None) -> tuple[Par
     return parts, found, ranks
 
 
-def _checkpoint(folder: Path, step: int | None) -> Checkpoint | None:
-    if step is None:
-        return latest_checkpoint(folder)
+def _require_step(folder: Path, step: int) -> None:
     steps = checkpoint_steps(folder)
     if step not in steps:
         have = f"it has those of steps {', '.join(map(str, steps))}" if steps else "it has none yet"
         raise UserError(f"{folder} has no checkpoint of step {step}; {have}")
+
+
+def _checkpoint(folder: Path, step: int | None) -> Checkpoint | None:
+    if step is None:
+        return latest_checkpoint(folder)
+    _require_step(folder, step)
     try:
         return read_checkpoint(folder / "checkpoints" / f"step_{step:06d}")
     except CheckpointError as error:

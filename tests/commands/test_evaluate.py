@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from mmgrpo.cli import main
 from mmgrpo.run import read_metrics
+from mmgrpo.training.build import build
 
 
 @pytest.fixture
@@ -86,6 +89,17 @@ def test_a_damaged_checkpoint_is_refused(trained: Path, capsys: pytest.CaptureFi
     assert main(["sample", "runs/a"]) == 0
     said = capsys.readouterr().err
     assert said.startswith("mmgrpo: passing over a damaged checkpoint: runs/a") and len(said.splitlines()) == 1
+
+
+def test_a_checkpoint_is_read_after_the_slow_part(trained: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A run that still trains deletes its older checkpoints, the newest of a moment ago among them."""
+
+    def slow(config: Any) -> Any:
+        shutil.rmtree("runs/a/checkpoints/step_000002")
+        return build(config)
+
+    monkeypatch.setattr("mmgrpo.commands.evaluate.build", slow)
+    assert main(["evaluate", "runs/a"]) == 0
 
 
 def test_compare_kernels(toy: Path, capsys: pytest.CaptureFixture[str]) -> None:
