@@ -103,21 +103,21 @@ def uniform(keys: Tensor, shape: Sequence[int] = ()) -> Tensor:
 
 
 def normal(keys: Tensor, shape: Sequence[int] = (), dtype: torch.dtype = torch.float32) -> Tensor:
-    """[B,*shape] standard normals by Box-Muller in float64, rounded to `dtype`."""
-    radius = torch.sqrt(-2.0 * torch.log(uniform(keys, shape)))
-    angle = 2.0 * math.pi * uniform(_fold(keys, 1), shape)
-    return (radius * torch.cos(angle)).to(dtype)
+    """[B,*shape] standard normals by Box-Muller in float64, two from each pair of uniforms, rounded to `dtype`."""
+    n = math.prod(shape)
+    half = (n + 1) // 2
+    u = uniform(keys, (2, half))
+    radius, angle = torch.sqrt(-2.0 * torch.log(u[:, 0])), 2.0 * math.pi * u[:, 1]
+    pairs = torch.cat([radius * torch.cos(angle), radius * torch.sin(angle)], 1)
+    return pairs[:, :n].to(dtype).reshape(len(keys), *shape)
 
 
-def integers(key: int, high: int, size: int = 1, *, replacement: bool = False) -> list[int]:
-    """`size` numbers in [0, high) from one key; without replacement by default, in drawn order.
+def integers(key: int, high: int, size: int = 1) -> list[int]:
+    """`size` distinct numbers in [0, high) from one key, in drawn order.
 
     Raises:
         ValueError: if more distinct numbers are asked for than there are.
     """
-    if not replacement and size > high:
+    if size > high:
         raise ValueError(f"cannot draw {size} distinct numbers below {high}")
-    word = torch.tensor([key], dtype=torch.long)
-    if replacement:
-        return [int(u * high) for u in uniform(word, (size,))[0]]
-    return uniform(word, (high,))[0].argsort()[:size].tolist()
+    return uniform(torch.tensor([key], dtype=torch.long), (high,))[0].argsort()[:size].tolist()
