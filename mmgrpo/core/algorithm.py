@@ -181,6 +181,8 @@ class Algorithm:
             value = channels[name]
             if value.shape != mask.shape:
                 raise RolloutError(f"channel {name!r} must have shape {list(mask.shape)}, got {list(value.shape)}")
+            # exp of a log-ratio overflows half precision from 11 on, so the arithmetic is float32 or finer.
+            value = value.to(torch.promote_types(value.dtype, torch.float32))
             clean[name] = torch.where(mask, value, torch.zeros_like(value))
         for name, matrix in (("A", A), ("w", w)):
             if tuple(matrix.shape) != (B, T):

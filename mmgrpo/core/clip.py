@@ -63,7 +63,7 @@ class Truncated:
     """-sg[clip(rho, low, high)] A log pi: every decision keeps a gradient, its weight is truncated.
 
     Args:
-        low, high: bounds of rho itself (absolute, not around 1).
+        low, high: bounds of rho itself (absolute, not around 1), so high is at least 1.
 
     Source: CISPO (MiniMax-M1 2025, eq. 4); absolute upper bound as ScaleRL and TRL, bounds around 1 as verl.
     """
@@ -73,7 +73,7 @@ class Truncated:
 
     def __post_init__(self) -> None:
         check_number(self, "low")
-        check_number(self, "high")
+        check_number(self, "high", 1.0)
 
     def apply(self, s: Surrogate) -> Surrogate:
         """Surrogate with element [r,c]."""

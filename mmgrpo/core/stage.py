@@ -179,6 +179,8 @@ def build(spec: Any, default: Any, registry: Mapping[str, type], slot: str) -> A
     """
     if is_dataclass(spec) and not isinstance(spec, type) and hasattr(spec, "apply"):
         return spec
+    if isinstance(spec, str) and spec in registry:
+        raise ValueError(f"{slot}: write a stage with its options, {{type: {spec}}}")
     if not isinstance(spec, Mapping):
         raise ValueError(f"{slot}: a stage is a dataclass with apply, or a mapping of its options; got {spec!r}")
     options = dict(spec)

@@ -169,3 +169,23 @@ def test_no_advantage_and_no_penalty_gives_zero_gradient():
 def test_a_stage_that_would_have_no_effect_where_it_stands_is_refused(slots, message):
     with pytest.raises(ValueError, match=message):
         recipe("grpo", **slots)
+
+
+def test_the_name_of_a_stage_alone_says_how_to_write_it():
+    with pytest.raises(ValueError, match="weights: write a stage with its options, {type: DecisionMean}"):
+        recipe("grpo", weights="DecisionMean")
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_half_precision_channels_are_reckoned_in_float32(dtype):
+    """A log-ratio of 12 overflows float16."""
+    logp, keep = torch.full((2, 3), -14.0, dtype=dtype), torch.ones(2, 3, dtype=torch.bool)
+    b = Rollouts(logp, keep, torch.zeros(2, dtype=torch.long), scores={"s": torch.tensor([1.0, 0.0])})
+    algorithm = recipe("grpo")
+    A, w, _ = algorithm.signal(b)
+    now = (logp + 12).requires_grad_()
+    out = algorithm.loss({"logp": now}, b, A, w)
+    out.loss.backward()
+    assert out.loss.dtype == torch.float32 and torch.isfinite(out.loss)
+    assert now.grad.dtype == dtype and torch.isfinite(now.grad).all()
+    assert all(torch.isfinite(torch.tensor(total)) for total, _ in out.metrics.values())

@@ -121,6 +121,12 @@ def test_off_policy_mask_drops_drifted_rows_with_negative_advantage():
 
 
 def test_bad_options():
-    for make in (lambda: PPO(-0.1), lambda: PPO("a", {0: -1.0}), lambda: PPO(dual=0.5), lambda: TrustRegion(cap=0.0)):
+    for make in (
+        lambda: PPO(-0.1),
+        lambda: PPO("a", {0: -1.0}),
+        lambda: PPO(dual=0.5),
+        lambda: TrustRegion(cap=0.0),
+        lambda: Truncated(0.0, 0.2),
+    ):
         with pytest.raises(ValueError, match="must be a number of at least"):
             make()
