@@ -2,10 +2,10 @@
 
     python -m benchmarks.train_step [--steps 20] [--config image]
 
-Trains a few steps of a ready-made run and records every call of the model: its batch size and whether it was
-differentiated. The same calls are then made on the bare model forward and backward, with the bare optimizer
-step and nothing else. Real and bare steps alternate in one process, so that the
-ratio of their processor times holds whatever else the machine does. Printed are ratios, and shares of the step.
+Trains a few steps of a ready-made run and records every call of a model: the policy, its reference, the reward's
+reader. The same calls are then made on their own, forward and where it was so backward, with the bare optimizer step
+and nothing else. Real and bare steps alternate in one process, so that the ratio of their processor times holds
+whatever else the machine does. Printed are ratios, and shares of the step.
 """
 
 from __future__ import annotations
@@ -39,32 +39,40 @@ def open_demo(name: str, folder: Path) -> Session:
     )
 
 
+Call = tuple[torch.nn.Module, tuple[Any, ...], bool]
+
+
 class Recorder:
-    """Writes down (inputs, differentiated) of each call of modules of one class: the policy and its reference."""
+    """Writes down (module, inputs, differentiated) of each outermost module call: policy, reference, reward models."""
 
-    def __init__(self, kind: type) -> None:
-        self.kind = kind
-        self.calls: list[tuple[tuple[Any, ...], bool]] = []
-        torch.nn.modules.module.register_module_forward_pre_hook(self._see)
+    def __init__(self) -> None:
+        self.calls: list[Call] = []
+        self.depth = 0
+        torch.nn.modules.module.register_module_forward_pre_hook(self._enter)
+        torch.nn.modules.module.register_module_forward_hook(self._leave)
 
-    def _see(self, module: torch.nn.Module, inputs: tuple[Any, ...]) -> None:
-        if type(module) is self.kind:
+    def _enter(self, module: torch.nn.Module, inputs: tuple[Any, ...]) -> None:
+        if self.depth == 0:
             # An input with a graph (the Langevin corrector's) costs a gradient of the input too.
             leaves = tuple(x.detach().requires_grad_(x.requires_grad) if torch.is_tensor(x) else x for x in inputs)
-            self.calls.append((leaves, torch.is_grad_enabled()))
+            self.calls.append((module, leaves, torch.is_grad_enabled()))
+        self.depth += 1
 
-    def take(self) -> list[tuple[tuple[Any, ...], bool]]:
+    def _leave(self, module: torch.nn.Module, inputs: tuple[Any, ...], output: Any) -> None:
+        self.depth -= 1
+
+    def take(self) -> list[Call]:
         """The calls since the last take."""
         calls, self.calls = self.calls, []
         return calls
 
 
-def bare_step(module: torch.nn.Module, calls: list[tuple[tuple[Any, ...], bool]], optimizer: Any) -> Callable[[], None]:
+def bare_step(calls: list[Call], optimizer: Any) -> Callable[[], None]:
     """The same model calls, with a backward pass behind those that had one, and an optimizer step."""
 
     def run() -> None:
         optimizer.zero_grad()
-        for inputs, differentiated in calls:
+        for module, inputs, differentiated in calls:
             with torch.set_grad_enabled(differentiated):
                 out = module(*inputs)
             if differentiated:
@@ -91,9 +99,10 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         session = open_demo(args.config, Path(folder) / "run")
         (module,) = session.source.pipeline.policy.modules().values()
-        recorder = Recorder(type(module))
+        recorder = Recorder()
         optimizer = torch.optim.AdamW(list(module.parameters()), lr=0.0)
         ratios: list[float] = []
+        total = torch.zeros(2, dtype=torch.float64)
         phases: dict[str, list[float]] = {}
         for step in range(args.steps + 2):
             recorder.take()
@@ -103,14 +112,16 @@ def main() -> None:
             calls = recorder.take()
             if step < 2:  # certificate and warm-up
                 continue
-            bare = timed(bare_step(module, calls, optimizer))
+            bare = timed(bare_step(calls, optimizer))
             recorder.take()
             ratios.append(whole / bare)
+            total += torch.tensor([whole, bare], dtype=torch.float64)
             seconds = {k: v for k, v in records[0].items() if k.startswith("seconds/") and k != "seconds/step"}
             for name, value in seconds.items():
                 phases.setdefault(name, []).append(value / records[0]["seconds/step"])
     print(f"whole step / bare model work, {len(ratios)} steps of {args.config}, 1 thread:")
-    print(f"  median {statistics.median(ratios):.3f}   min {min(ratios):.3f}   max {max(ratios):.3f}   (target: 1.10)")
+    spread = f"by step: median {statistics.median(ratios):.3f}, min {min(ratios):.3f}, max {max(ratios):.3f}"
+    print(f"  {total[0] / total[1]:.3f} in all (target: at most 1.10); {spread}")
     print("share of the step by phase (median):")
     for name, values in phases.items():
         print(f"  {name.removeprefix('seconds/'):12} {100 * statistics.median(values):5.1f} %")

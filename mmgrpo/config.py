@@ -151,6 +151,12 @@ class TrainingSection(Section):
     precision: Literal["auto", "float32", "bfloat16"] = Field(
         "auto", description="Of the model's forward pass; auto: bfloat16 on a GPU, float32 on a CPU."
     )
+    threads: int | None = Field(
+        None,
+        ge=1,
+        description="CPU threads per process; null: torch's own choice. A small model is fastest with 1, by far on a "
+        "busy machine.",
+    )
     ema: float = Field(
         0.0, ge=0, lt=1, description="Decay of the running mean of the weights that is evaluated and saved; 0: none."
     )

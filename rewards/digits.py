@@ -10,7 +10,7 @@ Pictures are [B,3,12,12] in [0,1]. Both networks are trained by `python -m mmgrp
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import lru_cache
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +34,7 @@ NO_DIGIT = 10  # the reader's eleventh class: noise, blends and halves of digits
 ASSETS = Path(__file__).parent / "assets"
 
 
+@cache
 def parse(caption: str) -> tuple[int, int, int]:
     """(colour, digit, ground) of a caption, as indices into COLOURS, 0..9 and GROUNDS.
 
@@ -184,7 +185,7 @@ def _probability(logits: Tensor, index: Tensor) -> Tensor:
     return logits.softmax(1).gather(1, index[:, None])[:, 0]
 
 
-@lru_cache
+@cache
 def _network(name: str) -> nn.Module:
     """A trained network of the package, frozen."""
     from safetensors.torch import load_file

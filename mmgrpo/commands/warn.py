@@ -18,21 +18,10 @@ from ..training.build import Parts
 def warnings(config: RunConfig, parts: Parts, options: Any) -> list[str]:
     """One paragraph per finding, the gravest first."""
     algorithm = parts.algorithm
-    found = _channels(parts) + _penalties(algorithm, options, parts) + _clip(config, algorithm, options)
+    found = _penalties(algorithm, options, parts) + _clip(config, algorithm, options)
     if isinstance(options, FlowOptions):
         found += _contraction(options) + _shared(config, options)
     return found + _batch(config, algorithm, len(parts.pipeline.prompts)) + _watch(config, parts)
-
-
-def _channels(parts: Parts) -> list[str]:
-    """Channels that the method needs and the policy has not."""
-    policy = parts.pipeline.policy
-    return [
-        f"the method needs the channel {name!r}, which this policy cannot give (it has "
-        f"{', '.join(policy.channel_names)}): the run will stop at its first step"
-        for name in parts.algorithm.channels
-        if name not in policy.channel_names
-    ]
 
 
 def _penalties(algorithm: Algorithm, options: Any, parts: Parts) -> list[str]:
@@ -43,7 +32,7 @@ def _penalties(algorithm: Algorithm, options: Any, parts: Parts) -> list[str]:
     for stage in kls:
         if stage.coef == 0:
             found.append("the KL penalty has coef 0: it is computed and does nothing")
-        if stage.estimator == "exact" and getattr(options, "reference", "") == "none":
+        if getattr(options, "reference", "") == "none":  # `exact` is refused when the config is loaded
             found.append("the KL penalty needs a reference, but policy.reference is none: the run will stop")
         if stage.estimator == "k1":
             found.append("the KL estimator k1 in the loss has no gradient in expectation: it shows the KL, no more")

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any, Literal
 
@@ -22,7 +22,7 @@ from ..config import Section
 from ..core import Rollouts
 from ..sampling.keys import Keys, normal, stream_id
 from .base import Chunk, Payload, PolicyError
-from .reference import adapters_off, frozen_copy
+from .reference import Reference
 from .transitions import (
     CorrectorGrad,
     Kernel,
@@ -114,8 +114,7 @@ class FlowPolicy:
         self.autocast = autocast
         self.forwards = 0
         self.channel_names: tuple[str, ...] = ("logp",) if self.options.reference == "none" else ("logp", "kl_ref")
-        self._frozen = frozen_copy(velocity) if self.options.reference == "copy" else None
-        self._use_reference = False
+        self._reference = Reference(velocity, self.options.reference)
 
     @property
     def reduction(self) -> str:
@@ -208,24 +207,13 @@ class FlowPolicy:
         columns = [self._replay_step(payload, chunk.rows, col, steps, channels) for col in chunk.cols.tolist()]
         return {name: torch.stack([c[name] for c in columns], 1) for name in channels}
 
-    @contextmanager
-    def reference(self) -> Iterator[None]:
+    def reference(self) -> AbstractContextManager[None]:
         """Inside, rollout, infer and replay answer for the frozen reference.
 
         Raises:
             PolicyError: the options say `reference: none`.
         """
-        if self.options.reference == "none":
-            raise PolicyError("this policy was built with reference: none; set policy.reference to copy or adapters")
-        if self._use_reference:
-            yield
-            return
-        self._use_reference = True
-        try:
-            with nullcontext() if self._frozen is not None else adapters_off(self.velocity):
-                yield
-        finally:
-            self._use_reference = False
+        return self._reference.on(self.velocity)
 
     def parameters(self) -> list[nn.Parameter]:
         """The trainable parameters, in the module's order."""
@@ -276,10 +264,7 @@ class FlowPolicy:
 
     def _velocity(self, items: list[Any]) -> Velocity:
         """The model at these items, one row each, counting its evaluations."""
-        device = self.device
-        model = self.velocity
-        if self._use_reference and self._frozen is not None:
-            model = self._frozen.to(device)  # an engine moves the trained module only
+        device, model = self.device, self._reference.answering(self.velocity)
         with torch.no_grad():
             cond = self.encode(items)
 

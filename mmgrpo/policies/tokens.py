@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, Literal
 
@@ -17,7 +17,7 @@ from ..config import Section
 from ..core import Rollouts
 from ..sampling.keys import Keys, uniform
 from .base import Chunk, Payload, PolicyError
-from .reference import adapters_off, frozen_copy
+from .reference import Reference
 from .weights import load_weights, save_weights, trained
 
 WEIGHTS, ADAPTERS = "model.safetensors", "adapter_model.safetensors"  # the names that transformers and peft give
@@ -88,8 +88,7 @@ class TokenPolicy:
         self._limit: int | None = getattr(model.config, "max_position_embeddings", None)
         self._stop = _stop_ids(model, tokenizer)
         self._cache = _cache_name(model)
-        self._frozen = frozen_copy(model) if self.options.reference == "copy" else None
-        self._use_reference = False
+        self._reference = Reference(model, self.options.reference)
         self.model: Any = model if self.options.lora is None else _add_lora(model, self.options.lora)
         self.channel_names: tuple[str, ...] = ("logp", "entropy")
         if self.options.reference != "none":
@@ -176,24 +175,13 @@ class TokenPolicy:
         cols = chunk.cols.to(self.device)
         return {name: pad(value.where(mask, 0), (0, extra))[:, cols] for name, value in values.items()}
 
-    @contextmanager
-    def reference(self) -> Iterator[None]:
+    def reference(self) -> AbstractContextManager[None]:
         """Inside, rollout, infer and replay answer for the weights that the policy was made with.
 
         Raises:
             PolicyError: the options say `reference: none`.
         """
-        if self.options.reference == "none":
-            raise PolicyError("this policy was built with reference: none; set policy.reference to copy or adapters")
-        if self._use_reference:
-            yield
-            return
-        self._use_reference = True
-        try:
-            with nullcontext() if self._frozen is not None else adapters_off(self.model):
-                yield
-        finally:
-            self._use_reference = False
+        return self._reference.on(self.model)
 
     def parameters(self) -> list[torch.nn.Parameter]:
         """All weights, or those of the adapters."""
@@ -290,7 +278,7 @@ class TokenPolicy:
 
     def _forward(self, ids: Tensor, attention: Tensor, keep: int, **options: Any) -> Any:
         """One call of the model: ids [b,n] after what the cache holds, attention [b,m] over all, logits [b,keep,V]."""
-        model = self._frozen if self._use_reference and self._frozen is not None else self.model
+        model: Any = self._reference.answering(self.model)
         model.eval()
         self.forwards += len(ids)
         positions = (attention.long().cumsum(1) - 1).clamp(min=0)[:, -ids.shape[1] :]

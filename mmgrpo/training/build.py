@@ -41,6 +41,8 @@ def build(config: RunConfig) -> Parts:
     """
     from ..pipelines.base import load_pipeline
 
+    if config.training.threads is not None:
+        torch.set_num_threads(config.training.threads)
     rewards = {name: (weight, reward) for name, weight, reward in map(load_reward, config.rewards)}
     judges = {name: reward for name, _, reward in map(load_reward, config.evaluation.rewards)}
     for name in judges:

@@ -29,10 +29,9 @@ CASES = {
         ["method.penalty.0.estimator=k2", "policy.reduction=mean", "method.clip={low: 1e-4, high: 1e-4}"],
         "it is about 16 times smaller than the closed form",
     ),
-    "no reference": (["policy.reference=none"], "needs a reference, but policy.reference is none: the run will stop"),
-    "missing channel": (
-        ["method.penalty=[{type: Entropy}]"],
-        "needs the channel 'entropy', which this policy cannot give",
+    "no reference": (
+        ["policy.reference=none", "method.penalty=[{type: KL, estimator: k3}]"],
+        "needs a reference, but policy.reference is none: the run will stop",
     ),
     "contraction": (["policy.noise.kappa_max=null"], "exceeds 0.25 (step 0: 0.55, step 1: 1.47; from 1 on"),
     "cut groups": (["training.chunk=3"], "training.chunk 3 cuts groups of 4 rollouts"),

@@ -220,7 +220,7 @@ def test_kl_ref_has_the_gradient_of_the_policy_side_only() -> None:
         policy.replay(payload, chunk, ("kl_ref",))["kl_ref"].sum(), policy.velocity.first.weight
     )
     assert float(grad.abs().max()) > 0
-    assert not any(p.requires_grad for p in policy._frozen.parameters())  # type: ignore[union-attr]
+    assert not any(p.requires_grad for p in policy._reference.frozen.parameters())  # type: ignore[union-attr]
 
 
 class Adapted(ToyVelocity):
