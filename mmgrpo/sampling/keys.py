@@ -20,6 +20,8 @@ _GOLDEN = -7046029254386353131  # 0x9E3779B97F4A7C15 as a signed 64-bit integer
 _MIX1 = -4658895280553007687  # 0xBF58476D1CE4E5B9
 _MIX2 = -7723592293110705685  # 0x94D049BB133111EB
 
+_WORD = 2**64
+
 
 def _shift(x: Tensor, n: int) -> Tensor:
     """Logical right shift of int64."""
@@ -32,6 +34,14 @@ def _mix(x: Tensor) -> Tensor:
     x = (x ^ _shift(x, 30)) * _MIX1
     x = (x ^ _shift(x, 27)) * _MIX2
     return x ^ _shift(x, 31)
+
+
+def _mix_word(x: int) -> int:
+    """`_mix` of one plain integer modulo 2^64: a tensor of one element costs a hundred times as much."""
+    x = (x + _GOLDEN) % _WORD
+    x = ((x ^ x >> 30) * _MIX1) % _WORD
+    x = ((x ^ x >> 27) * _MIX2) % _WORD
+    return x ^ x >> 31
 
 
 def _fold(key: Tensor, value: Tensor | int) -> Tensor:
@@ -78,10 +88,10 @@ class Keys:
 
     def per_step(self, stream: str, event: int = 0) -> int:
         """One key that all rollouts of the optimisation step share (windows)."""
-        key = torch.tensor(self.seed, dtype=torch.long)
+        key = self.seed
         for value in (self.step, stream_id(stream), event):
-            key = _fold(key, value)
-        return int(key)
+            key = _mix_word(key ^ _mix_word(value))
+        return key - _WORD if key >= _WORD // 2 else key
 
 
 def make_keys(seed: int, step: int, groups: int, rollouts: int, first_group: int = 0) -> Keys:

@@ -92,3 +92,13 @@ def test_integers_are_distinct_and_every_one_occurs() -> None:
     assert ((counts - 400).abs() < 5 * math.sqrt(400)).all()
     with pytest.raises(ValueError, match="cannot draw 4 distinct numbers below 3"):
         integers(0, 3, 4)
+
+
+def test_one_key_per_step_is_folded_like_the_others() -> None:
+    for seed, step, event in [(0, 0, 0), (3, -2, 5), (2**62, 17, 1)]:
+        key = seed % WORD
+        for value in (step, stream_id("window"), event):
+            key = mix(key ^ mix(value % WORD))
+        keys = make_keys(seed, step, groups=2, rollouts=1)
+        assert keys.per_step("window", event) == signed(key)
+        assert keys.per_group("window", event).tolist() == [signed(mix(key ^ mix(group))) for group in (0, 1)]
