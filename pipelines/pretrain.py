@@ -1,7 +1,7 @@
 """Make the embedded model and its two readers from scratch: `python -m mmgrpo.pipelines.pretrain --out FOLDER`.
 
-Real digits, a fixed seed, one thread, under three minutes. The model learns to draw from right captions and then goes on
-with captions of which some words are wrong, as in many found on the web: its pictures get less clean and often show
+Real digits, a fixed seed, one thread, under three minutes. The model learns to draw from right captions and then goes
+on with captions of which some words are wrong, as in many found on the web: its pictures get less clean and often show
 something else than was asked. That is what GRPO then repairs.
 """
 
