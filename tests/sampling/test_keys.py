@@ -85,6 +85,16 @@ def test_uniform_and_normal_have_their_moments() -> None:
     assert normal(keys, (2,)).dtype == torch.float32
 
 
+def test_every_normal_of_a_row_is_independent_of_the_others() -> None:
+    keys = make_keys(seed=1, step=0, groups=500, rollouts=20).per_rollout("x")
+    for places in (6, 7):  # Box-Muller makes pairs: an odd number drops one
+        z = normal(keys, (places,), dtype=torch.float64)
+        assert z.shape == (10_000, places)
+        for value in (z, z.square() - 1):
+            together = torch.corrcoef(value.T).fill_diagonal_(0.0)
+            assert float(together.abs().max()) < 0.06  # 6 standard errors
+
+
 def test_integers_are_distinct_and_every_one_occurs() -> None:
     assert sorted(integers(9, 6, 6)) == list(range(6))
     assert len(set(integers(9, 1000, 50))) == 50

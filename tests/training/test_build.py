@@ -1,6 +1,7 @@
 """`train` and `resume` from a config: the ready-made image run, and what a config can get wrong."""
 
 import pytest
+import torch
 from safetensors.torch import load_file
 
 from mmgrpo.config import ConfigError, load_config, resolve_method
@@ -86,3 +87,15 @@ def test_build_loads_all_parts():
     assert list(parts.rewards) == ["digits"] and parts.rewards["digits"][0] == 2.0
     assert list(parts.judges) == ["judge", "judge_accuracy"] and parts.algorithm.combine[0].weights == {"digits": 2.0}
     assert parts.pipeline.prompts and parts.pipeline.heldout
+
+
+def test_threads_are_set_where_they_are_given():
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(1)
+        build(config("unused", "training.threads=2"))
+        assert torch.get_num_threads() == 2
+        build(config("unused", "training.threads=null"))
+        assert torch.get_num_threads() == 2
+    finally:
+        torch.set_num_threads(before)
